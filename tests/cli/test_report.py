@@ -67,7 +67,9 @@ def test_junit_has_a_case_for_each_check_and_comparison(tmp_path: Path) -> None:
     cases = {(case.get("classname"), case.get("name")): case for case in suite}
     assert suite.get("tests") == str(len(suite)) == "26"  # ten checks, fifteen comparisons, one skipped variant
     failure = cases["distlab.dp.naive", "weights"].find("failure")
-    assert failure is not None and failure.get("message") == "naive weights: differs by 1.0e+00 where 1e-12 is allowed"
+    assert (
+        failure is not None and failure.get("message") == "naive weights: differs by 1.0e+00, but only 1e-12 is allowed"
+    )
     assert cases["distlab.dp.naive", "gradients"].find("failure") is None
     assert cases["distlab.dp.ddp", "wire bytes"].find("skipped") is not None
     assert (suite.get("failures"), suite.get("skipped")) == ("3", "10")

@@ -169,7 +169,7 @@ def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     before = broken_rules("zb_h1", swapped(split, 2, 3), 1, ranks, many, 1)
     assert "weight of a microbatch comes before its input" in before
     assert broken_rules("zb_h1", split, 1, ranks, many, 1) == [
-        "the gradients of weights do not directly follow those of the input 1 microbatches later"
+        "the gradients of weights do not directly follow that of the input 1 microbatch later"
     ]
     v = of_rank(schedules.zbv(ranks, many)[1], ranks)
     assert any(

@@ -104,7 +104,7 @@ class Untimed(Refusal):
     """Nothing of this run can be drawn; the message is the sentence to end with."""
 
 
-STEP = "Of each variant the recorded step of median length, of three, on rank 0's clock"
+STEP = "The median of three recorded steps of each variant, on rank 0's clock"
 
 
 def picture(run: Run, records: Ranks, title: str = "", caption: str = STEP) -> str:
@@ -112,7 +112,7 @@ def picture(run: Run, records: Ranks, title: str = "", caption: str = STEP) -> s
     rows = Rows(21, 7)
     drawn = timeline(run, records, rows)
     if drawn is None:
-        raise Untimed("holds no timeline: its mode marks none, or the run ended before its timed steps")
+        raise Untimed("has no timeline: its mode records none, or the run ended before its timed steps")
     left = max(LEFT, 34 + LETTER * max(map(len, drawn.names)))
     width = WIDTH - left - RIGHT
     whole = rows.whole(drawn.num_ranks)

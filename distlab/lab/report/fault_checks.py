@@ -8,8 +8,8 @@
     full      every rank ends with 1 and a sentence about the full disk
     open      either: a pause about as long as the limit
 
-These are no verdict: a killed rank ends a run with 3 like any loss. `held` is None if there is nothing to check: the
-fault did not occur before the run's end, or an older lab planned it and it is no longer checked.
+They do not decide the verdict: a killed rank ends a run with 3 like any lost rank. `held` is None if there is nothing
+to check: the fault did not occur before the run's end, or an older lab planned it and it is no longer checked.
 """
 
 from collections.abc import Callable

@@ -51,7 +51,7 @@ def end_lines(
     if level == "quiet":
         return in_lines([*failed, *sentences.ending(run, records, report)])
     parts = [
-        *sentences.alone(run), *sentences.times(run), *sentences.decided(run), *sentences.skipped(run),
+        *sentences.single_rank(run), *sentences.times(run), *sentences.deciding_checks(run), *sentences.skipped(run),
         *sentences.first_failures(run), *sentences.troubles(run), *sentences.error_logs(run, report),
         *sentences.ending(run, records, report),
     ]  # fmt: skip
@@ -63,8 +63,8 @@ def verdict_lines(run: Run, records: Ranks, report: Path | None, printed: Collec
 
     `report` is the page's path, None if none was written.
     """
-    alone = [] if run["run_mode"] in (SCRIPT, PROOF) else sentences.alone(run)
-    ends = [*sentences.troubles(run), *alone, *sentences.times(run), *sentences.ending(run, records, report)]
+    single_rank = [] if run["run_mode"] in (SCRIPT, PROOF) else sentences.single_rank(run)
+    ends = [*sentences.troubles(run), *single_rank, *sentences.times(run), *sentences.ending(run, records, report)]
     return [
         *rows_not_yet_printed(mistake(run), printed),
         *(each for section in SECTIONS.values() for each in rows_not_yet_printed(section(run, records, ()), printed)),

@@ -104,7 +104,7 @@ class Heartbeat:
 
 @contextmanager
 def announcing(what: str, *, enabled: bool = True) -> Iterator[None]:
-    """Wrap silent work such as an import: print every ten seconds that it continues, if `told`."""
+    """Wrap silent work such as an import: print every ten seconds that it continues, if `enabled`."""
     over, began_at = threading.Event(), time.monotonic()
 
     def announce() -> None:

@@ -228,9 +228,9 @@ class RankLog:
         lines = []
         for each in failed[:3]:
             off = (
-                f"{difference(each.max_abs_diff)} off"
+                f"differs by {difference(each.max_abs_diff)}"
                 if isinstance(each, records.Check)
-                else f"{each.measured:.4g} for {each.predicted:.4g}"
+                else f"measured {each.measured:.4g}, predicted {each.predicted:.4g}"
             )
             detail = f" ({each.detail})" if isinstance(each, records.Check) and each.detail else ""
             lines += self.wrapped("FAILED", f"{each.variant} {each.name}: {off}{detail}".strip())

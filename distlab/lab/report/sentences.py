@@ -102,7 +102,7 @@ def failure_sentence(claim: Run) -> str:
 def _error_size(claim: Run) -> str:
     """Return the size of a claim's error."""
     if "max_abs_diff" in claim:
-        return f"differs by {difference(claim['max_abs_diff'])} where {allowed(claim)} is allowed"
+        return f"differs by {difference(claim['max_abs_diff'])}, but only {allowed(claim)} is allowed"
     predicted, measured, bound = (quantity(claim[key], claim["unit"]) for key in ("predicted", "measured", "tolerance"))
     return f"predicted {predicted} ± {bound}, rank {claim['rank']} measured {measured}"
 
@@ -183,12 +183,12 @@ def where_to_read(run: Run, claim: Run) -> str:
     """Return for a failed check: the variant's file, the command to run it alone, and the bug that makes it fail."""
     variant, mode = claim["variant"], run["run_mode"]
     place = variant.rpartition(":")[0] or (mode if is_path(mode) else f"experiments/{mode}/")
-    alone = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
+    command = f"; LAB_VARIANT={variant} runs it alone" if variant else ""
     bug = f"; {claim['control']} makes this check fail on purpose" if claim["control"].startswith("LAB_BUG=") else ""
-    return f"{place}{alone}{bug}"
+    return f"{place}{command}{bug}"
 
 
-def alone(run: Run) -> LogLines:
+def single_rank(run: Run) -> LogLines:
     """Yield why the table of a single rank has no bytes."""
     if run["world_size"] == 1:
         yield "alone", "WORLD_SIZE=1: there is nothing to communicate"
@@ -200,7 +200,7 @@ def times(run: Run) -> LogLines:
         yield from (("times", load_sentence(machine)) for machine in run["machines"])
 
 
-def decided(run: Run) -> LogLines:
+def deciding_checks(run: Run) -> LogLines:
     """Yield the names of the deciding checks, for a mode without timed steps, since its table lacks them."""
     names = list(dict.fromkeys(check["name"] for check in run["checks"]))
     if names and not times_steps(run):

@@ -226,10 +226,7 @@ def notes(run: Run, found: Sequence[Scene]) -> Iterator[str]:
         yield "The picture begins with the first call. Point at a mark to see its line of the script."
         return
     sockets = {variant["name"]: variant["wire_bytes"] for variant in run["variants"]}
-    yield (
-        "Each variant shows the recorded step of median length, of three, on rank 0's clock. Timed steps are not"
-        " recorded."
-    )
+    yield ("The median of three recorded steps of each variant, on rank 0's clock. Timed steps are not recorded.")
     for scene in found:
         wire, sent = sockets.get(scene.variant, [None])[0], scene.sent_bytes[0]
         if sent:

@@ -128,7 +128,7 @@ def untimely_weights(done: list[Pass], late: int) -> list[str]:
         if each.kind == "input" and inputs.index(each) >= late:
             wanted.append(inputs[inputs.index(each) - late]._replace(kind="weight"))
     wanted += [each._replace(kind="weight") for each in inputs[max(0, len(inputs) - late) :]]
-    behind = f"those of the input {late} microbatches later" if late else "that of the input"
+    behind = f"that of the input {late} microbatch{'es' * (late > 1)} later" if late else "that of the input"
     return [] if done == wanted else [f"the gradients of weights do not directly follow {behind}"]
 
 

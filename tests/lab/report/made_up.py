@@ -219,7 +219,7 @@ def _of_rank(rank: int, world_size: int, steps: int, variants: dict[str, float])
             Steps(variant, wobble, [0.8 * value for value in wobble]),
             Called(variant, "all_reduce", "dp", 1.0, 6.4 * MEGA, 9.6 * MEGA),
             *(Wire(variant, peer, share * 1.01 if variant == "naive" else ring[peer], 0.0) for peer in peers),
-            *held(variant, 20 + 3 * number + 0.2 * rank),
+            *memory_records(variant, 20 + 3 * number + 0.2 * rank),
             *(
                 Comparison(variant, name, "B", 9.6 * MEGA, measured, 0.15 * MEGA, "2(N-1)/N·S", variant != "ddp")
                 for name, measured in (("called bytes", 9.6 * MEGA), ("wire bytes", 9.61 * MEGA))
@@ -228,7 +228,7 @@ def _of_rank(rank: int, world_size: int, steps: int, variants: dict[str, float])
     return made + _of_rank_0(steps, variants) if rank == 0 else made
 
 
-def held(variant: str, peak_mb: float) -> list[Record]:
+def memory_records(variant: str, peak_mb: float) -> list[Record]:
     """A variant's memory: 6.4 MB of weights and of gradients stay, activations come and go on top."""
     kinds = ("parameters", "gradients", "optimizer", "activations", "communication")
     rest = dict(zip(kinds, (6_400_000, 6_400_000, 0, 0, 0), strict=True))

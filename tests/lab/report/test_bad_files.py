@@ -105,9 +105,9 @@ def test_every_reader_ends_and_shows_the_other_run(
 
     if file == "records":  # of which alone a report is made
         codes = [report([str(runs / "bad")]), report([str(runs / "good"), str(runs / "bad")])]
-        told = capsys.readouterr().err
+        errors = capsys.readouterr().err
         if kind not in ("nothing", "half a pair"):
-            assert codes == [2, 2] and told.count("rank1.jsonl") == told.count("refused    ") == 2
+            assert codes == [2, 2] and errors.count("rank1.jsonl") == errors.count("refused    ") == 2
     assert time.monotonic() - began < 25
 
 

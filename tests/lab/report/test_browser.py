@@ -60,7 +60,7 @@ return faint;
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run in which all held, one in which nothing did, a pipeline with its timelines, and one with a drill."""
+    """A run in which all checks passed, one in which all failed, a pipeline with its timelines, and one with a drill."""
     folder = tmp_path_factory.mktemp("runs")
     five = {"naive": 81e-3, "flat": 55e-3, "bucketed": 50e-3, "ring": 49e-3, "ddp": 50e-3}
     passed = written(folder / "passed", good_run())
@@ -133,13 +133,13 @@ picture.src = 'data:image/png;base64,' + image;
 """
 
 
-def test_what_lies_under_the_pointer_is_told(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
+def test_the_mark_under_the_pointer_is_described(browser: webdriver.Chrome, pages: dict[str, Path]) -> None:
     resize(browser, 1200, 900)
     browser.get(pages["pipeline"].as_uri())
     panel = browser.find_element(By.CSS_SELECTOR, "svg.panel[data-v='1f1b']")
     row = panel.find_elements(By.CSS_SELECTOR, "g[data-r='1'] rect.forward")
     assert len(row) == 8
-    assert told_of(browser, row[2]) == "rank 1: forward of microbatch 2, 10.0 ms"
+    assert tooltip_of(browser, row[2]) == "rank 1: forward of microbatch 2, 10.0 ms"
     arrow = panel.find_element(By.CSS_SELECTOR, ".message[data-r='2,3']")
     assert browser.execute_script(POINTED, arrow).startswith("rank 2 to rank 3: 400 kB in ")
     assert [number.text for number in panel.find_elements(By.CSS_SELECTOR, "g[data-r='0'] text.forward")] == list(
@@ -153,8 +153,8 @@ return document.querySelector('.tip').textContent;
 """
 
 
-def told_of(browser: webdriver.Chrome, mark: WebElement) -> str:
-    """What is said while the pointer is on it."""
+def tooltip_of(browser: webdriver.Chrome, mark: WebElement) -> str:
+    """The text that is shown while the pointer is on the mark."""
     ActionChains(browser).move_to_element(mark).perform()
     tip = browser.find_element(By.CSS_SELECTOR, ".tip")
     WebDriverWait(browser, 10).until(lambda _: tip.is_displayed())
@@ -168,8 +168,8 @@ def test_the_picture_plays_by_keys_and_shows_messages_on_their_way(
     browser.get(pages["pipeline"].as_uri())
     stage = browser.find_element(By.CSS_SELECTOR, ".stage")
     stage.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    told = browser.find_element(By.CSS_SELECTOR, ".status")
-    assert "gpipe: rank 0: forward of microbatch" in told.text and "1f1b: " in told.text
+    status = browser.find_element(By.CSS_SELECTOR, ".status")
+    assert "gpipe: rank 0: forward of microbatch" in status.text and "1f1b: " in status.text
     stage.send_keys(" ")
     slider = browser.find_element(By.CSS_SELECTOR, ".moment")
     before = float(str(slider.get_property("value")))
@@ -183,7 +183,7 @@ def test_the_picture_plays_by_keys_and_shows_messages_on_their_way(
     flown = browser.execute_script(FLOWN)
     assert flown["most"] > 0 and flown["after"] == 0
     stage.send_keys(Keys.END)
-    assert told.text == ""
+    assert status.text == ""
     assert complaints(browser) == []
 
 

@@ -1,4 +1,4 @@
-"""A check that vanishes is missed: what a run of its settings has to claim is held against what it claimed."""
+"""A check that vanishes is missed: the claims that its settings require are compared with those that it made."""
 
 from typing import Any
 
@@ -23,36 +23,38 @@ def run_of(needs: list[list[Any]], of_ranks: dict[int, list[Record]], world_size
     return judge(records)
 
 
-def said(run: dict[str, Any]) -> list[tuple[str, str]]:
+def missing_claims(run: dict[str, Any]) -> list[tuple[str, str]]:
     """What was missed, by variant."""
     return [(check["variant"], check["detail"]) for check in run["checks"] if check["name"] == "claims"]
 
 
 def test_a_claim_that_vanishes_is_missed() -> None:
-    assert said(run_of([["flat", "timed losses", 1, True]], {0: [CHECK]})) == []
+    assert missing_claims(run_of([["flat", "timed losses", 1, True]], {0: [CHECK]})) == []
     run = run_of([["flat", "timed losses", 1, True]], {})
     assert (run["verdict"], exit_code(run)) == ("fail", 1)
-    assert said(run) == [("flat", "these settings require the check 'timed losses' from some rank, but it is missing")]
+    assert missing_claims(run) == [
+        ("flat", "these settings require the check 'timed losses' from some rank, but it is missing")
+    ]
 
 
 def test_a_claim_of_each_rank_is_missed_on_one() -> None:
     needs: list[list[Any]] = [["flat", "wire bytes", 1, False]]
-    assert said(run_of(needs, {0: [BYTES], 1: [BYTES], 2: [BYTES]})) == []
-    assert said(run_of(needs, {0: [BYTES], 2: [BYTES]})) == [
+    assert missing_claims(run_of(needs, {0: [BYTES], 1: [BYTES], 2: [BYTES]})) == []
+    assert missing_claims(run_of(needs, {0: [BYTES], 2: [BYTES]})) == [
         ("flat", "these settings require the check 'wire bytes' from rank 1, but it is missing")
     ]
 
 
 def test_a_claim_that_is_made_too_rarely_is_missed() -> None:
     run = run_of([["flat", "timed losses", 3, True]], {0: [CHECK, CHECK]})
-    assert said(run) == [
+    assert missing_claims(run) == [
         ("flat", "these settings require the check 'timed losses' from some rank 3 times, but there are 2")
     ]
 
 
 def test_what_another_rank_made_before_it_left_is_there() -> None:
     run = run_of([["flat", "timed losses", 1, True]], {1: [Left(0, 0, "silent")], 0: [CHECK]})
-    assert said(run) == []
+    assert missing_claims(run) == []
 
 
 @pytest.mark.parametrize(
@@ -63,16 +65,16 @@ def test_what_another_rank_made_before_it_left_is_there() -> None:
         Waived("", "wire ", "nobody knows the wire"),
     ],
 )
-def test_what_a_run_says_that_it_cannot_claim_is_not_missed(excused: Record) -> None:
-    assert said(run_of([["flat", "wire bytes", 1, False]], {rank: [excused] for rank in range(3)})) == []
+def test_a_waived_claim_is_not_missed(excused: Record) -> None:
+    assert missing_claims(run_of([["flat", "wire bytes", 1, False]], {rank: [excused] for rank in range(3)})) == []
 
 
-def test_a_run_that_does_not_say_what_it_needs_fails() -> None:
+def test_a_run_without_its_list_of_claims_fails() -> None:
     records = good_run(3)
     records = {
         rank: [replace(of[0], says_claims=True), *of[1:]] for rank, of in records.items() if isinstance(of[0], Start)
     }
-    assert said(judge(records)) == [("", "no rank has recorded which checks these settings require")]
+    assert missing_claims(judge(records)) == [("", "no rank has recorded which checks these settings require")]
     assert judge(records)["verdict"] == "fail"
 
 

@@ -77,8 +77,8 @@ def drawn(
     return run, records, ElementTree.parse(folder / "figures" / "picture.svg").getroot()
 
 
-def texts(svg: ElementTree.Element, look: str) -> list[str]:
-    return [text.text or "" for text in svg.iter(f"{SVG}text") if look in (text.get("class") or "").split()]
+def texts(svg: ElementTree.Element, css_class: str) -> list[str]:
+    return [text.text or "" for text in svg.iter(f"{SVG}text") if css_class in (text.get("class") or "").split()]
 
 
 def form(svg: ElementTree.Element) -> set[tuple[str, str]]:
@@ -92,8 +92,8 @@ def panels(svg: ElementTree.Element) -> list[ElementTree.Element]:
     return [part for part in svg.iter(f"{SVG}svg") if part.get("class") == "panel"]
 
 
-def of_class(svg: ElementTree.Element, tag: str, look: str) -> list[ElementTree.Element]:
-    return [mark for mark in svg.iter(f"{SVG}{tag}") if look in (mark.get("class") or "").split()]
+def of_class(svg: ElementTree.Element, tag: str, css_class: str) -> list[ElementTree.Element]:
+    return [mark for mark in svg.iter(f"{SVG}{tag}") if css_class in (mark.get("class") or "").split()]
 
 
 def test_each_span_of_each_rank_is_a_bar(drawn: tuple[dict[str, Any], Records, ElementTree.Element]) -> None:
@@ -149,9 +149,9 @@ def test_variants_share_one_axis_and_idle_shares_are_those_of_the_run(
     run, _, svg = drawn
     bubbles = {claim["variant"]: claim for claim in run["comparisons"] if claim["name"] == "bubble"}
     assert texts(svg, "name") == list(bubbles) == ["one_microbatch", "gpipe", "1f1b", "interleaved", "zb_h1"]
-    for told, claim in zip(texts(svg, "caption"), bubbles.values(), strict=True):
-        assert told.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
-    lengths = [float(told.partition(" ms")[0]) for told in texts(svg, "caption")]
+    for caption, claim in zip(texts(svg, "caption"), bubbles.values(), strict=True):
+        assert caption.endswith(f"idle {claim['measured']:.0%}, {claim['predicted']:.0%} by {claim['formula']}")
+    lengths = [float(caption.partition(" ms")[0]) for caption in texts(svg, "caption")]
     for panel, length in zip(panels(svg), lengths, strict=True):
         for track in of_class(panel, "rect", "idle"):
             assert at(track, "width") / 100 == pytest.approx(length / max(lengths), rel=0.01)
@@ -164,7 +164,7 @@ def test_the_picture_in_docs_is_of_this_form(drawn: tuple[dict[str, Any], Record
     assert kept.findtext(f"{SVG}style") == made.findtext(f"{SVG}style")
     assert kept.findtext(f"{SVG}title") == made.findtext(f"{SVG}title")
     assert texts(kept, "name") == texts(made, "name")
-    by_formula = [told.partition(", ")[2] for told in texts(kept, "caption")]
+    by_formula = [caption.partition(", ")[2] for caption in texts(kept, "caption")]
     assert by_formula == [
         "75% by (p-1)/p", "27% by (p-1)/(m+p-1)", "27% by (p-1)/(m+p-1)",
         "16% by (p-1)/(vm+p-1)", "11% by (p-1)/(3m+p-1)",

@@ -125,7 +125,7 @@ def test_a_rank_without_its_last_word_is_lost(records: Ranks, rank: int) -> None
     assert (run["verdict"], exit_code(run), [lost["rank"] for lost in run["lost"]]) == ("lost", 3, [rank])
 
 
-def test_the_survivors_say_who_was_lost() -> None:
+def test_survivors_name_the_lost_rank() -> None:
     gone = Lost(2, 17, "silent for 2.5 s")
     records = {
         rank: [*of_rank, gone, Failed(3, "rank 2 was lost")]
@@ -174,7 +174,12 @@ def test_memory_is_listed_by_class_and_rank() -> None:
     assert naive["rest_by_class"][0] == {
         "parameters": 6_400_000, "gradients": 6_400_000, "optimizer": 0, "activations": 0, "communication": 0,
     }  # fmt: skip
-    assert [held and held["activations"] for held in naive["peak_by_class"]] == [7_200_000, 7_400_000, None, 7_800_000]
+    assert [by_class and by_class["activations"] for by_class in naive["peak_by_class"]] == [
+        7_200_000,
+        7_400_000,
+        None,
+        7_800_000,
+    ]
 
 
 def test_a_step_is_the_median_of_the_timed_ones() -> None:
@@ -209,7 +214,7 @@ def test_the_same_records_give_the_same_run_json(tmp_path: Path) -> None:
     assert json.loads(at_once, parse_constant=pytest.fail)["checks"][2]["max_abs_diff"] is None
 
 
-def test_a_mistake_made_on_purpose_stands_in_run_json() -> None:
+def test_an_injected_bug_is_in_run_json() -> None:
     assert judge(mistaken(good_run()))["mistake"] == MISTAKE
     assert judge(good_run())["mistake"] is None
 
@@ -233,11 +238,11 @@ def test_saves_a_resume_and_final_weights_are_rank_zeros_words() -> None:
     assert (run["verdict"], judge(good_run())["resumed"], judge(good_run())["checkpoints"]) == ("pass", None, [])
 
 
-# Which of several claims of one name is told.
+# Which of several claims of one name is kept.
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "told"),
+    ("of_ranks", "expected"),
     [
         ([[Check("v", "a", 0.25, 1.0)], [Check("v", "a", 0.5, 1.0)]], [("v", "a", 0.5, True)]),
         ([[Check("v", "a", 0.5, 1.0)], [Check("v", "a", 0.25, 1.0)]], [("v", "a", 0.5, True)]),
@@ -248,9 +253,9 @@ def test_saves_a_resume_and_final_weights_are_rank_zeros_words() -> None:
          [("v", "a", 2.0, False), ("w", "a", 3.0, True), ("v", "b", 0.0, True)]),
     ],
 )  # fmt: skip
-def test_of_checks_of_one_name_the_worst(of_ranks: list[list[Record]], told: list[tuple[Any, ...]]) -> None:
+def test_of_checks_of_one_name_the_worst(of_ranks: list[list[Record]], expected: list[tuple[Any, ...]]) -> None:
     found = merge_checks(dict(enumerate(of_ranks)))
-    assert [(each["variant"], each["name"], each["max_abs_diff"], each["passed"]) for each in found] == told
+    assert [(each["variant"], each["name"], each["max_abs_diff"], each["passed"]) for each in found] == expected
 
 
 def compared(measured: float, tolerance: float = 4.0, variant: str = "v", *, decides: bool = True) -> Comparison:
@@ -258,7 +263,7 @@ def compared(measured: float, tolerance: float = 4.0, variant: str = "v", *, dec
 
 
 @pytest.mark.parametrize(
-    ("of_ranks", "told"),
+    ("of_ranks", "expected"),
     [
         ([compared(11.0), compared(7.0)], [("v", 1, 7.0, True)]), ([compared(13.0), compared(8.0)], [("v", 0, 13.0, True)]),
         ([compared(11.0, 0.5), compared(7.0)], [("v", 0, 11.0, False)]),
@@ -269,19 +274,19 @@ def compared(measured: float, tolerance: float = 4.0, variant: str = "v", *, dec
     ],
 )  # fmt: skip
 def test_of_comparisons_of_one_name_that_of_the_rank_farthest_off(
-    of_ranks: list[Comparison], told: list[tuple[Any, ...]]
+    of_ranks: list[Comparison], expected: list[tuple[Any, ...]]
 ) -> None:
     found = merge_comparisons({rank: [each] for rank, each in enumerate(of_ranks)})
-    assert repr([(each["variant"], each["rank"], each["measured"], each["passed"]) for each in found]) == repr(told)
+    assert repr([(each["variant"], each["rank"], each["measured"], each["passed"]) for each in found]) == repr(expected)
 
 
 @pytest.mark.parametrize(
-    ("claim", "holds"),
+    ("claim", "expected"),
     [
         (Check("v", "a", 1.0, 1.0), True), (Check("v", "a", 1.0001, 1.0), False), (Check("v", "a", -2.0, 1.0), False),
         (Check("v", "a", math.inf, math.inf), False), (Check("v", "a", math.nan, 1.0), False),
         (compared(6.0), True), (compared(14.5), False), (compared(5.5), False), (compared(99.0, decides=False), True),
     ],
 )  # fmt: skip
-def test_a_claim_holds_up_to_its_tolerance(claim: Check | Comparison, holds: bool) -> None:
-    assert passes(claim) is holds
+def test_a_claim_passes_up_to_its_tolerance(claim: Check | Comparison, expected: bool) -> None:
+    assert passes(claim) is expected

@@ -87,13 +87,13 @@ UNIT = "epsilons of bfloat16"
 MISSED = "weights of its own; not caught: the replicas check"
 UNCHECKED = without(Check, good_run())
 # Lines that a log has, with one blank where there are more.
-SAID: dict[str, tuple[Ranks, list[str]]] = {
+CASES: dict[str, tuple[Ranks, list[str]]] = {
     "what failed, in tables and by name": (
         with_measured(with_check(good_run(), "gradients", 3.1e-2), "naive", "wire bytes", 12e6, 2),
         [
             "\nnaive 3.1e-02 5.6e-17 0 FAILED\nbucketed 3.1e-02 5.6e-17 0 FAILED\nddp 3.1e-02 5.6e-17 0 FAILED\n",
             "\nnaive 81.7 1.62 9.60 9.60 9.70 FAILED\n",
-            "\nFAILED bucketed gradients: differs by 3.1e-02 where 1e-12 is allowed\n",
+            "\nFAILED bucketed gradients: differs by 3.1e-02, but only 1e-12 is allowed\n",
             "\nFAILED naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB\n",
             "\nFAIL 4 of 16 checks failed: naive gradients, ",
         ],
@@ -174,25 +174,25 @@ SAID: dict[str, tuple[Ranks, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", CASES)
 def test_a_log_has_these_lines(name: str) -> None:
-    records, expected = SAID[name]
+    records, expected = CASES[name]
     both = [*lines(records), "", *sentences(records), ""]  # rows of tables, and sentences that were wrapped
-    said = "\n".join(" ".join(line.split()) for line in both)
-    assert [part for part in expected if part not in said] == []
+    printed = "\n".join(" ".join(line.split()) for line in both)
+    assert [part for part in expected if part not in printed] == []
 
 
-def test_failed_checks_come_before_those_that_held() -> None:
-    said = sentences(plus(good_run(), Check("ring", "loss replicated", 1.0, 0.0, "rank 1 had 3, not 2")))
-    failed = next(number for number, line in enumerate(said) if "loss replicated" in line)
-    assert said[failed].endswith("(rank 1 had 3, not 2)")
-    assert failed < next(number for number, line in enumerate(said) if "shards disjoint" in line)
+def test_failed_checks_come_before_those_that_passed() -> None:
+    printed = sentences(plus(good_run(), Check("ring", "loss replicated", 1.0, 0.0, "rank 1 had 3, not 2")))
+    failed = next(number for number, line in enumerate(printed) if "loss replicated" in line)
+    assert printed[failed].endswith("(rank 1 had 3, not 2)")
+    assert failed < next(number for number, line in enumerate(printed) if "shards disjoint" in line)
 
 
-def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
-    said = lines(pipeline_run(2, 2, ("1f1b",)))
-    profile = next(number for number, line in enumerate(said) if line.startswith("profile"))
-    assert said[profile : profile + 2] == [
+def test_a_pipeline_has_its_profile_and_its_schedule_as_a_chart() -> None:
+    printed = lines(pipeline_run(2, 2, ("1f1b",)))
+    profile = next(number for number, line in enumerate(printed) if line.startswith("profile"))
+    assert printed[profile : profile + 2] == [
         (
             "profile    ms per step (per cent) on   the slowest   data     forward    backward   communication  "
             " optimizer     waiting"
@@ -202,7 +202,7 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
             " (2)   50.0 (43)"
         ),
     ]
-    assert said[-7:-3] == [
+    assert printed[-7:-3] == [
         "timeline   1f1b: bubble 0.37 measured, 0.33 by (p-1)/(m+p-1)",
         "           rank 0 |00000001111111..............aaaaaaaaaaaaaa.......bbbbbbbbbbbbbb+|",
         "           rank 1 |.......0000000aaaaaaaaaaaaaa1111111bbbbbbbbbbbbbb+..............|",
@@ -210,15 +210,15 @@ def test_a_pipeline_tells_where_time_went_and_draws_its_staircase() -> None:
     ]
 
 
-def test_a_lost_rank_is_in_the_last_line_and_errors_are_told_once() -> None:
+def test_a_lost_rank_is_in_the_last_line_and_errors_are_printed_once() -> None:
     records = {
         rank: [*of_rank, Failed(3, "rank 2 is gone")] for rank, of_rank in without(End, good_run()).items() if rank != 2
     }
-    said = sentences(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
-    assert "error      ranks 0, 1 and 3 ended with code 3: rank 2 is gone" in said
+    printed = sentences(plus(records, Lost(2, 17, "silent for 2.5 s")), report=None)
+    assert "error      ranks 0, 1 and 3 ended with code 3: rank 2 is gone" in printed
     before = "they ended before they wrote any; this verdict has none of their measurements and checks"
-    assert f"unseen     no records of rank 2: {before}" in said
-    assert said[-3:] == ["LOST       rank 2 lost at step 17: silent for 2.5 s", "report     none was written", RERUN]
+    assert f"unseen     no records of rank 2: {before}" in printed
+    assert printed[-3:] == ["LOST       rank 2 lost at step 17: silent for 2.5 s", "report     none was written", RERUN]
 
 
 def test_more_ranks_than_one_machine_starts_are_repeated_by_their_engine() -> None:
@@ -244,30 +244,30 @@ def test_a_run_is_repeated_in_the_way_that_it_was_started(mode: str, started_by:
 MADE = "bug        LAB_BUG=no_broadcast: every rank begins from weights of its own; the check that catches it: replicas"
 
 
-def test_a_mistake_is_told_first_and_explained_in_the_last_line() -> None:
+def test_an_injected_bug_is_in_the_first_line_and_explained_in_the_last() -> None:
     records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Check("ddp", "replicas", 0.25, 0.0))
-    said = sentences(records)
-    assert said[0] == MADE
-    assert said[-3] == (
+    printed = sentences(records)
+    assert printed[0] == MADE
+    assert printed[-3] == (
         "FAIL       2 of 18 checks failed: naive replicas, ddp replicas · LAB_BUG=no_broadcast: every rank begins from"
-        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01 where 0 is allowed"
+        " weights of its own; caught by naive replicas, as expected: differs by 5.0e-01, but only 0 is allowed"
     )
-    assert sum("every rank begins" in line for line in said) == 2
-    assert sum("caught by" in line for line in said) == 1
+    assert sum("every rank begins" in line for line in printed) == 2
+    assert sum("caught by" in line for line in printed) == 1
 
 
 def test_sentences_of_a_log_are_no_wider_than_a_terminal() -> None:
     records = plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0), Failed(3, "much is wrong " * 20))
     words = ("skipped", "bug", "FAILED", "error")
-    said = [
+    printed = [
         line for line in lines(records) if line.startswith(words) or (line[:11].isspace() and "   " not in line[11:])
     ]
-    assert {line.split()[0] for line in said} >= {"skipped", "bug", "FAILED", "error"}
-    assert max(map(len, said)) <= 80 - len("worker0-1  | ")
+    assert {line.split()[0] for line in printed} >= {"skipped", "bug", "FAILED", "error"}
+    assert max(map(len, printed)) <= 80 - len("worker0-1  | ")
 
 
-def told_of(records: Ranks, *names: str) -> set[str]:
-    """The rows of these sections, as they were told from what was written until then."""
+def printed_rows(records: Ranks, *names: str) -> set[str]:
+    """The rows of these sections, as they were printed from the records until then."""
     return {words_of_row(row) for name in names for row in SECTIONS[name](judge(records), records, ())}
 
 
@@ -276,27 +276,27 @@ def test_quiet_is_the_verdict_alone_and_what_failed() -> None:
     assert end_lines(run, good_run(), REPORT, "quiet") == LAST
     assert end_lines(run, good_run(), REPORT, "full") == lines(good_run())
     failed = with_check(good_run(), "weights", 3.1e-2)
-    said = unwrapped(end_lines(judge(failed), failed, REPORT, "quiet"))
-    assert [line.split()[0] for line in said] == [*["FAILED"] * 3, "FAIL", "report", "rerun"]
+    printed = unwrapped(end_lines(judge(failed), failed, REPORT, "quiet"))
+    assert [line.split()[0] for line in printed] == [*["FAILED"] * 3, "FAIL", "report", "rerun"]
 
 
-def test_what_was_told_while_the_run_went_on_is_not_told_again() -> None:
+def test_rows_printed_during_the_run_are_not_printed_again() -> None:
     until_then = without(End, good_run())
-    told = told_of(until_then, "skipped", "proof", "timed", "measured", "memory")
-    left = verdict_lines(judge(good_run()), good_run(), REPORT, told)
+    rows = printed_rows(until_then, "skipped", "proof", "timed", "measured", "memory")
+    left = verdict_lines(judge(good_run()), good_run(), REPORT, rows)
     assert [line.split()[0] for line in left] == ["checks", "PASS", "report", "rerun"]
-    assert told >= {words_of_row(line) for line in lines(good_run())[:13]}
+    assert rows >= {words_of_row(line) for line in lines(good_run())[:13]}
 
 
-def test_rows_that_came_later_are_told_under_their_heading() -> None:
-    told = told_of(good_run(), "skipped", "proof")
+def test_later_rows_are_printed_under_their_heading() -> None:
+    rows = printed_rows(good_run(), "skipped", "proof")
     later = plus(good_run(), Check("means", "losses", 1e-3, 1e-12))
-    left = verdict_lines(judge(later), later, REPORT, told)
+    left = verdict_lines(judge(later), later, REPORT, rows)
     assert [line.split()[0] for line in left[:3]] == ["proof", "means", "measured"]
-    assert rows_not_yet_printed([], told) == []
+    assert rows_not_yet_printed([], rows) == []
 
 
-def test_a_row_that_was_told_is_left_out_with_a_heading_that_has_no_other() -> None:
+def test_a_heading_whose_only_row_was_printed_is_left_out() -> None:
     block = ["skipped    a: no", "skipped    b: no", "checks     c   0", "           d   0"]
     assert rows_not_yet_printed(block, {"skipped a: no"}) == block[1:]
     assert rows_not_yet_printed(block, {words_of_row(row) for row in block[:3]}) == block[2:]
@@ -317,31 +317,29 @@ def of_mode(run_mode: str) -> Ranks:
         ("check", "quiet", {"PASS", "report", "rerun"}), ("dp", "quiet", {"PASS", "report", "rerun"}),
     ],
 )  # fmt: skip
-def test_how_much_is_said_depends_on_the_level_and_of_a_script_is_all(
-    run_mode: str, level: Level, words: set[str]
-) -> None:
+def test_a_log_depends_on_its_level_and_a_scripts_has_all(run_mode: str, level: Level, words: set[str]) -> None:
     records = of_mode(run_mode)
-    said = {line.split()[0] for line in end_lines(judge(records), records, REPORT, level)}
-    assert words <= said
-    assert ("measured" in said) == ("proof" in said)
-    assert said == words or level != "quiet"
+    printed = {line.split()[0] for line in end_lines(judge(records), records, REPORT, level)}
+    assert words <= printed
+    assert ("measured" in printed) == ("proof" in printed)
+    assert printed == words or level != "quiet"
 
 
 @pytest.mark.parametrize("level", ["quiet", "normal", "full"])
-def test_what_else_happened_is_said_at_every_level(level: Level) -> None:
+def test_other_events_are_printed_at_every_level(level: Level) -> None:
     records = plus(with_check(good_run(), "weights", 3.1e-2), Failed(1, "ValueError: no"), rank=2)
     records = {rank: of_rank for rank, of_rank in records.items() if rank != 3}
     lost = [Lost(3, 17, "silent"), Lost(1, 18, "gone")]
-    said = end_lines(judge(plus(records, *lost)), plus(records, *lost), None, level)
-    assert [line for line in said if line.startswith(("error", "lost"))] == [
+    printed = end_lines(judge(plus(records, *lost)), plus(records, *lost), None, level)
+    assert [line for line in printed if line.startswith(("error", "lost"))] == [
         "error      rank 2 ended with code 1: ValueError: no", "lost       rank 1 lost at step 18: gone",
         "lost       rank 3 lost at step 17: silent",
     ]  # fmt: skip
-    assert sum(line.startswith("unseen     no records of rank 3") for line in said) == 1
-    assert sum(line.startswith("FAILED") for line in said) == 3
+    assert sum(line.startswith("unseen     no records of rank 3") for line in printed) == 1
+    assert sum(line.startswith("FAILED") for line in printed) == 3
 
 
-def test_findings_that_were_looked_for_are_told_by_name() -> None:
+def test_checks_without_findings_are_listed_by_name() -> None:
     checks = [
         Check("", "replicas agree", 0, 0, unit="findings"), Check("", "calls match", 0, 0, UNTIL_ENDED, unit="findings"),
         Check("", "a device a rank", 1, 0, "two share", unit="findings"), Check("ring", "timed steps", 0.0, 0.0),

@@ -63,7 +63,7 @@ def test_the_page_answers_every_question() -> None:
     assert "What went wrong" not in shown
 
 
-def test_the_injected_faults_are_a_table_with_what_came_of_each() -> None:
+def test_injected_faults_are_a_table_with_their_effects() -> None:
     shown = drawn(drilled_run())
     assert "<h2>Injected faults</h2>" in shown and "<h2>Injected faults" not in drawn(good_run())
     row = r"<td[^>]*>pause rank 1 for 2 s at step 30</td><td>no rank is lost</td><td>no rank was lost</td><td><span class="
@@ -73,7 +73,7 @@ def test_the_injected_faults_are_a_table_with_what_came_of_each() -> None:
 UNIT = "epsilons of bfloat16"
 
 
-def test_the_planners_numbers_stand_beside_measured_ones() -> None:
+def test_the_planners_numbers_are_beside_measured_ones() -> None:
     records = good_run()
     run = judge(records)
     shown = page(run, records, Plan({"naive": (100e-3, 2e6), "unseen": (1.0, 1.0)}, ["compute from here"]))
@@ -104,7 +104,7 @@ def test_where_all_differences_have_units_the_one_closest_to_its_bound_heads_the
     assert "float64" not in shown[: shown.index("<h2>Losses")]
 
 
-def test_activations_stand_beside_the_peak_of_all_memory() -> None:
+def test_activations_are_beside_the_peak_of_all_memory() -> None:
     shown = drawn(plus(good_run(), Activations("naive", 2_500_000), rank=1))
     assert "Peak of the activations" in shown
     assert "2.50 MB" in shown
@@ -136,7 +136,7 @@ def test_the_page_is_one_file() -> None:
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", shown)
 
 
-def test_a_mistake_stands_right_under_the_verdict() -> None:
+def test_an_injected_bug_is_right_under_the_verdict() -> None:
     shown = drawn(plus(mistaken(good_run()), Check("naive", "replicas", 0.5, 0.0)))
     header = shown[shown.index("<header") : shown.index("</header>")]
     made, seen = (
@@ -146,13 +146,13 @@ def test_a_mistake_stands_right_under_the_verdict() -> None:
     assert 'class="mistake"' not in drawn(good_run())
 
 
-def test_what_went_wrong_comes_first() -> None:
+def test_failures_come_first() -> None:
     shown = drawn(
         plus(without(End, with_check(good_run(), "weights", 0.5), 2), Lost(2, 7, "killed"), Failed(3, "gone"))
     )
     assert shown.index("What went wrong") < shown.index("About this mode")
     assert "rank 2 lost at step 7: killed" in shown
-    assert "naive weights: differs by 5.0e-01 where 1e-12 is allowed" in shown
+    assert "naive weights: differs by 5.0e-01, but only 1e-12 is allowed" in shown
     assert '<header class="lost">' in shown
 
 
@@ -222,7 +222,7 @@ def test_a_page_of_64_ranks_is_small_and_names_them_all(tmp_path: Path) -> None:
     assert "ranks the first" not in drawn(good_run(8))
 
 
-def test_how_charts_look_stands_once_in_the_page() -> None:
+def test_the_style_of_charts_is_once_in_the_page() -> None:
     page_text = drawn(good_run())
     assert page_text.count(asset("charts.css")) == 1
     assert page_text.count('class="chart"') == page_text.count('class="pygal-chart"') > 0
@@ -232,7 +232,7 @@ def test_a_page_of_four_ranks_is_small() -> None:
     assert len(drawn(pipeline_run(4, 8, ("naive", "gpipe", "1f1b", "interleaved", "zb"))).encode()) <= MOST_OF_FOUR
 
 
-def test_the_picture_stands_right_below_the_verdict() -> None:
+def test_the_picture_is_right_below_the_verdict() -> None:
     shown = drawn(pipeline_run())
     order = ["<header", 'class="hint"', 'class="numbers"', "on one axis of time</h2>", "<h2>About this mode", "<h2>Checks", "<h2>Losses", "<h2>Bytes",
              "<h2>Time", "<h2>Training profile", "<h2>Memory", "<h2>Repeat this run"]  # fmt: skip
@@ -241,10 +241,10 @@ def test_the_picture_stands_right_below_the_verdict() -> None:
 
 
 def test_a_coarser_line_keeps_its_peak() -> None:
-    held = {"parameters": [4] * 10, "activations": [0, 1, 2, 9, 4, 3, 2, 1, 0, 0]}
-    coarse = cost_charts.coarser(held, 4)
+    amounts = {"parameters": [4] * 10, "activations": [0, 1, 2, 9, 4, 3, 2, 1, 0, 0]}
+    coarse = cost_charts.coarser(amounts, 4)
     assert coarse == {"parameters": [4] * 4, "activations": [2, 9, 2, 0]}
-    assert cost_charts.coarser(held, 10) == held
+    assert cost_charts.coarser(amounts, 10) == amounts
 
 
 @pytest.mark.parametrize("left", [Start, End, Check, Wire, Losses])
@@ -258,7 +258,7 @@ def test_a_page_is_drawn_from_whatever_is_there(left: type[Record]) -> None:
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#151b24"])
 @pytest.mark.parametrize("hue", [*charts.PALETTE, charts.GREY])
-def test_colours_can_be_told_from_both_grounds(hue: str, ground: str) -> None:
+def test_colours_have_contrast_on_both_backgrounds(hue: str, ground: str) -> None:
     light, dark = sorted((luminance(hue), luminance(ground)), reverse=True)
     assert (light + 0.05) / (dark + 0.05) >= 3
 

@@ -28,21 +28,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def beats(clock: Clock, heartbeat: Heartbeat, seconds: int, each: Callable[[], object] = lambda: None) -> list[float]:
-    """When a line was said in so many seconds, looked at four times a second; `each` second something is done."""
-    began, journal, said = clock.now, heartbeat._journal, []
-    journal.say = lambda text, at="quiet", *, kept=True: said.append(clock.now)  # type: ignore[method-assign]
+    """When a line was printed in so many seconds, looked at four times a second; `each` second something is done."""
+    began, journal, printed_at = clock.now, heartbeat._journal, []
+    journal.say = lambda text, at="quiet", *, kept=True: printed_at.append(clock.now)  # type: ignore[method-assign]
     for quarter in range(4 * seconds):
         clock.now = began + quarter / 4
         if quarter % 4 == 3:
             each()
         heartbeat.beat(2, "proof of ring")
-    return said
+    return printed_at
 
 
 def test_a_line_is_there_at_least_every_ten_seconds_and_no_more(clock: Clock) -> None:
-    said = beats(clock, Heartbeat(Journal(), Work(), 0.0), 61)
-    gaps = [later - sooner for sooner, later in zip([100.0, *said], said, strict=False)]
-    assert len(said) == 6 and max(gaps) <= 10.0 and min(gaps) >= EVERY_S
+    printed_at = beats(clock, Heartbeat(Journal(), Work(), 0.0), 61)
+    gaps = [later - earlier for earlier, later in zip([100.0, *printed_at], printed_at, strict=False)]
+    assert len(printed_at) == 6 and max(gaps) <= 10.0 and min(gaps) >= EVERY_S
 
 
 def test_a_terminal_has_a_line_every_second_and_the_log_every_ten(clock: Clock, tmp_path: Path) -> None:
@@ -57,14 +57,12 @@ def test_a_terminal_has_a_line_every_second_and_the_log_every_ten(clock: Clock, 
     assert len(printed) == 29 and len((tmp_path / "rank0.log").read_text().splitlines()) == 2
 
 
-def test_what_says_nothing_of_itself_is_told_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_silent_work_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("distlab.lab.report.progress.EVERY_S", 0.05)
     with announcing("importing PyTorch"):
         time.sleep(0.3)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) >= 2 and all(re.fullmatch("starting   importing PyTorch, 0 s", line) for line in said)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 2 and all(re.fullmatch("starting   importing PyTorch, 0 s", line) for line in lines)
     with announcing("importing PyTorch", enabled=False):
         time.sleep(0.1)
     assert capsys.readouterr().out == ""
@@ -77,7 +75,7 @@ def test_where_nobody_knows_the_units_no_estimate_is_invented(clock: Clock, caps
     assert capsys.readouterr().out == "working    the link, 16 s since the start, time left unknown\n"
 
 
-def test_what_is_left_takes_as_long_a_unit_as_what_was_done(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remaining_units_are_estimated_as_long_as_those_done(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     work = Work()
     heartbeat = Heartbeat(Journal(), work, 5000.0)
     with work.of(12, "steps of the proof"):
@@ -92,7 +90,7 @@ def test_what_is_left_takes_as_long_a_unit_as_what_was_done(clock: Clock, capsys
 
 
 def left_after(clock: Clock, done: int, total: int) -> str:
-    """What is told of the time left when so many units are done, each in a second."""
+    """What is printed about the time left when so many units are done, each in a second."""
     work = Work()
     with work.of(total, "steps"):
         for _ in range(done):
@@ -129,7 +127,7 @@ def test_a_unit_that_takes_longer_moves_the_estimate_on(clock: Clock) -> None:
         assert work.progress_text() == " (2 of 4 steps), 11 s, about 20 s left"  # 10 s for the one since the first
 
 
-def test_work_within_work_is_told_and_counts_for_itself() -> None:
+def test_nested_work_has_its_own_progress() -> None:
     work = Work()
     with work.of(10, "timed steps"):
         work.advance()

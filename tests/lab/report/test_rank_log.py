@@ -58,7 +58,7 @@ SUM = CallSample(
     UP, [0.25, 0.5, 0.75], [1.0, 2.0, 3.5], [(0, 0.5), (1, 0.25), (2, 0.25)], 0.004,
 )  # fmt: skip
 WEIGHT = WeightSample(UP, [5, 3], [0.1, 0.2, 0.3], [1.0, 2.0, 3.5], [0.05, 0.1, 0.125], 0.05)
-TOLD = Told("flat", 0, [SUM], WEIGHT, [1.25, 1.5, 1.75])
+LOGGED = Told("flat", 0, [SUM], WEIGHT, [1.25, 1.5, 1.75])
 ENDS: list[Record] = [
     Wire("flat", 0, 4.0, 0.0), Wire("flat", 2, 826.0, 0.0), Wire("ddp", 2, 900.0, 0.0),
     Comparison("flat", "wire bytes", "B", 800.0, 830.0, 40.0, "2(N-1)/N x S"), Check("flat", "weights", 2e-3, 1e-12),
@@ -77,11 +77,11 @@ STEP 0 of `flat`: sum at the end
     6.2      the sum of 3 ranks; I waited 1.30 ms for rank 2       +1.000000 +2.000000 +3.500000
              rank 0 +0.500000, me +0.250000, rank 2 +0.250000: +1.000000
    21.7    weight - 0.05 x gradient gives                          +0.050000 +0.100000 +0.125000
-word       said behind the step
+word       noted after the step
 I sent     826 B to rank 2 per step; predicted 800 B = 2(N-1)/N x S
 losses     4.500 4.250 · 30.0 ms per step · memory 1.20 kB, peak 1.50 kB
 also       ddp 11.0 ms 900 B
-FAILED     flat weights: 2.0e-03 off
+FAILED     flat weights: differs by 2.0e-03
 PASS       1 of 2 checks of mine passed · report runs/here/report.html"""
 
 
@@ -91,10 +91,10 @@ def logged(of: Sequence[Record], width: int = WIDTH) -> list[str]:
     return [line.text for line in [*lines, *log.verdict("pass", Path("runs/here"))]]
 
 
-def run(told: Told = TOLD, first: FirstStep = FIRST) -> list[Record]:
-    given, held = Given(0, [3, 1, 4, 1, 5], 16, [5]), Holds("flat", [[UP, [5, 3], [5, 3], [], 60]])
-    noted, end = Noted("word", "said behind the step"), End(1, 0.0, None, 1.0, 0.0)
-    return [START, EXPECTED, PLACED, given, first, told, held, noted, *ENDS, end]
+def run(logged: Told = LOGGED, first: FirstStep = FIRST) -> list[Record]:
+    inputs, holds = Given(0, [3, 1, 4, 1, 5], 16, [5]), Holds("flat", [[UP, [5, 3], [5, 3], [], 60]])
+    noted, end = Noted("word", "noted after the step"), End(1, 0.0, None, 1.0, 0.0)
+    return [START, EXPECTED, PLACED, inputs, first, logged, holds, noted, *ENDS, end]
 
 
 def test_the_whole_log_of_a_rank() -> None:
@@ -107,19 +107,19 @@ def test_it_fits_into_a_terminal_and_loses_no_word() -> None:
     assert " ".join(" ".join(lines).split()) == " ".join(" ".join(LOG.splitlines()[:-1]).split())
 
 
-def test_a_sum_that_is_not_that_of_its_parts_is_told() -> None:
+def test_a_wrong_sum_is_reported() -> None:
     off = replace(SUM, taken=[0.75, 2.0, 3.5])
-    log = " ".join(" ".join(logged(run(replace(TOLD, calls=[off])))).split())
+    log = " ".join(" ".join(logged(run(replace(LOGGED, calls=[off])))).split())
     assert "me +0.250000, rank 2 +0.250000: +0.750000, but their sum is +1.000000" in log
     mean = replace(SUM, taken=[1 / 3, 2.0, 3.5])  # PyTorch's fully_shard averages
-    assert any(line.endswith(": +0.333333, their mean") for line in logged(run(replace(TOLD, calls=[mean]))))
+    assert any(line.endswith(": +0.333333, their mean") for line in logged(run(replace(LOGGED, calls=[mean]))))
     rounded = replace(SUM, taken=[1.001, 2.0, 3.5])  # of 16 bits
-    assert any(line.endswith(": +1.001000, rounded") for line in logged(run(replace(TOLD, calls=[rounded]))))
+    assert any(line.endswith(": +1.001000, rounded") for line in logged(run(replace(LOGGED, calls=[rounded]))))
 
 
 def test_the_largest_of_all_ranks_is_no_sum() -> None:
     largest = replace(SUM, taken=[0.5, 2.0, 3.5])
-    assert any(line.endswith("rank 2 +0.250000: +0.500000") for line in logged(run(replace(TOLD, calls=[largest]))))
+    assert any(line.endswith("rank 2 +0.250000: +0.500000") for line in logged(run(replace(LOGGED, calls=[largest]))))
 
 
 def test_a_message_has_one_key_at_both_ends() -> None:
@@ -128,11 +128,11 @@ def test_a_message_has_one_key_at_both_ends() -> None:
             SUM, op=op, ranks=[1, 2], parameters=[], shape=[4, 8], inside="", backward=False, of_ranks=[],
             given=[0.5, 0.25, 0.125] if op == "send" else [], taken=[] if op == "send" else [0.5, 0.25, 0.125],
         )  # fmt: skip
-        first, told = (
+        first, logged = (
             replace(FIRST, calls=[call], spans=[]),
-            replace(TOLD, calls=[sample], weight=None, shares=[None] * 3),
+            replace(LOGGED, calls=[sample], weight=None, shares=[None] * 3),
         )
-        return [(line.text, line.key) for line in Story(replace(START, rank=me), first, told, WIDTH).lines(9)]
+        return [(line.text, line.key) for line in Story(replace(START, rank=me), first, logged, WIDTH).lines(9)]
 
     (sent, key_there), (got, key_here) = *of("send", 1, SEND), *of("recv", 2, [RECV[0], [1, 2], *RECV[2:]])
     assert key_there == key_here != ""
@@ -140,14 +140,14 @@ def test_a_message_has_one_key_at_both_ends() -> None:
     assert got == "    6.2    from rank 1: [4, 8]                                     +0.500000 +0.250000 +0.125000"
 
 
-def test_calls_that_are_alike_are_told_once_and_counted() -> None:
+def test_calls_of_a_kind_are_printed_once_and_counted() -> None:
     samples = [
         replace(SUM, parameters=[], shape=[4, 8], inside=f"{layer}.mlp", backward=False, at_once=True, calls=[layer - 1],
                 start_s=0.001 * layer, wait_s=[0.001 * layer, 0.001 * layer + 0.0005])
         for layer in (1, 2)
     ]  # fmt: skip
     first = replace(FIRST, calls=[REDUCE, REDUCE])
-    lines = logged(run(replace(TOLD, calls=samples), first))
+    lines = logged(run(replace(LOGGED, calls=samples), first))
     assert "    1.0    block 1, mlp: my [4, 8] begins                          +0.250000 +0.500000 +0.750000" in lines
     assert "           1 more all_reduce like it, 600 B, block 2, until 2 ms" in lines
 
@@ -159,7 +159,7 @@ def test_a_long_step_loses_its_small_calls_first() -> None:
         for kind in range(6)
     ]  # fmt: skip
     calls = [[many[kind].op, *REDUCE[1:3], 100.0 * (kind + 1), *REDUCE[4:]] for kind in range(6)]
-    story = Story(START, replace(FIRST, calls=calls), replace(TOLD, calls=many), WIDTH)
+    story = Story(START, replace(FIRST, calls=calls), replace(LOGGED, calls=many), WIDTH)
     long, short = ([line.text for line in story.lines(room)] for room in (99, 6))
     assert len(long) > 12 >= 6 >= len(short)
     assert any("the sum of 3 ranks" in line for line in short)
@@ -167,19 +167,19 @@ def test_a_long_step_loses_its_small_calls_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "text"),
     [([1.0, -2.0], "+1"), ([0.5, 1.0], "+0.500000"), ([5e-4, 1e-5], "+5.00e-04"), ([0.0, 0.0], "+0.00e+00")],
 )
-def test_digits(values: list[float], told: str) -> None:
-    assert number(values[0], digits_for(values)) == told
+def test_digits(values: list[float], text: str) -> None:
+    assert number(values[0], digits_for(values)) == text
 
 
-def test_a_mistake_stands_in_every_log_and_with_what_failed() -> None:
+def test_an_injected_bug_is_in_every_log_with_the_failed_checks() -> None:
     start = replace(START, mistake={"name": "lost", "what": "a rank's part is left out", "check": "weights"})
     lines = logged([start, *run()[1:]])
     assert not any(line.startswith("bug") for line in logged([replace(start, rank=0), *run()[1:]]))
     assert lines[1] == "bug        LAB_BUG=lost: a rank's part is left out"
-    assert "FAILED     flat weights: 2.0e-03 off" in lines
+    assert "FAILED     flat weights: differs by 2.0e-03" in lines
 
 
 def test_no_line_ends_between_a_number_and_its_unit() -> None:
@@ -188,6 +188,6 @@ def test_no_line_ends_between_a_number_and_its_unit() -> None:
     assert all(each in text for each in ("262 kB", "rank 2", "10.2 ms", "+0.25 -> -0.5"))
 
 
-def test_what_a_mode_says_is_told_though_no_step_is_left() -> None:
+def test_a_modes_notes_are_printed_even_if_no_step_is_left() -> None:
     lines = logged([START, EXPECTED, PLACED, Noted("units", "one was whole"), End(1, 0.0, None, 1.0, 0.0)])
     assert "units      one was whole" in lines

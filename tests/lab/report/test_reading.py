@@ -1,4 +1,4 @@
-"""A line that is no record of the lab is refused, down to the last entry of what it holds."""
+"""A line that is not a valid record is refused, whichever entry is wrong."""
 
 import json
 import math
@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_else_is_refused_at_once_and_said(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_kind_of_file_is_refused_at_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path is short
     make, sentence = KINDS[kind]
     make(Path("other"))

@@ -34,7 +34,7 @@ def test_a_refused_run_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_said_before_the_run_stands_in_its_log(tmp_path: Path) -> None:
+def test_lines_from_before_the_run_are_in_its_log(tmp_path: Path) -> None:
     journal = Journal()
     journal.say("early")
     journal.open(tmp_path / "run", rank=1)
@@ -42,16 +42,16 @@ def test_what_was_said_before_the_run_stands_in_its_log(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "rank1.log").read_text() == "early\nlate\n"
 
 
-@pytest.mark.parametrize(("level", "said"), [("quiet", 1), ("normal", 2), ("full", 3)])
-def test_what_is_said_from_a_level_on_is_neither_printed_nor_kept_below_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], level: Level, said: int
+@pytest.mark.parametrize(("level", "count"), [("quiet", 1), ("normal", 2), ("full", 3)])
+def test_a_line_of_a_higher_level_is_neither_printed_nor_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], level: Level, count: int
 ) -> None:
     journal = Journal(level)
     journal.open(tmp_path / "run", rank=0)
     journal.say("FAILED     a check")
     journal.say("working    on it", "normal")
     journal.say("checks     a table", "full")
-    expected = ["FAILED     a check", "working    on it", "checks     a table"][:said]
+    expected = ["FAILED     a check", "working    on it", "checks     a table"][:count]
     assert capsys.readouterr().out.splitlines() == expected
     assert (tmp_path / "run" / "rank0.log").read_text().splitlines() == expected
 
@@ -95,9 +95,9 @@ def test_a_run_that_goes_on_keeps_its_log_and_puts_the_records_of_before_aside(t
         journal.open(tmp_path, rank=0)
         journal.say(f"words of attempt {attempt}")
         journal.write(Said("attempt", str(attempt)))
-    said = (tmp_path / "rank0.log").read_text().splitlines()
-    assert said[::2] == [f"words of attempt {attempt}" for attempt in (1, 2, 3)]
-    assert said[1::2] == [f"again      attempt {attempt} of this run" for attempt in (2, 3)]
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
+    assert lines[::2] == [f"words of attempt {attempt}" for attempt in (1, 2, 3)]
+    assert lines[1::2] == [f"again      attempt {attempt} of this run" for attempt in (2, 3)]
     assert read_run(tmp_path) == {0: [Said("attempt", "3")]}
     assert [read_records(tmp_path / f"rank0.attempt{attempt}.jsonl") for attempt in (1, 2)] == [
         [Said("attempt", "1")],
@@ -119,10 +119,10 @@ def test_records_of_ranks_that_are_no_more_are_put_aside(tmp_path: Path) -> None
 # One run a folder: the second is refused, and the next attempt waits for the end of the one before.
 
 
-def test_all_ranks_of_a_run_hold_its_folder(tmp_path: Path) -> None:
-    held = [claim(tmp_path / "run", "token", goes_on=False) for _ in range(3)]
+def test_all_ranks_of_a_run_claim_its_folder(tmp_path: Path) -> None:
+    files = [claim(tmp_path / "run", "token", goes_on=False) for _ in range(3)]
     assert is_running(tmp_path / "run")
-    for file in held:
+    for file in files:
         os.close(file)
     assert not is_running(tmp_path / "run")
 
@@ -146,7 +146,7 @@ def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path: Path) -> No
         assert all(result == (token if token == winner else "refused") for token, result in ended)
 
 
-def test_a_run_that_goes_on_takes_over_what_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_takes_over_a_folder_that_no_rank_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "ENDED_WITHIN_S", 0.3)
     before = claim(tmp_path / "run", "first", goes_on=False)
     with pytest.raises(FolderInUse):
@@ -182,7 +182,7 @@ def test_a_draft_that_a_killed_process_left_does_not_matter_and_goes_when_it_is_
 # What became of a run is written once: the first word stays, whoever comes later, and however it was laid ready.
 
 
-def told(folder: Path) -> Any:
+def published(folder: Path) -> Any:
     return json.loads((folder / "run.json").read_text())
 
 
@@ -196,10 +196,10 @@ def test_the_first_outcome_stays(tmp_path: Path) -> None:
     other.prepare({"verdict": "pass"}, 0)
     with pytest.raises(Unpublished, match=r"run.json has another verdict than that of rank 0"):
         other.publish(0)
-    assert told(one.folder) == {"verdict": "lost"}
+    assert published(one.folder) == {"verdict": "lost"}
 
 
-def test_what_was_laid_ready_is_put_in_place_by_any_rank_with_its_report(tmp_path: Path) -> None:
+def test_a_prepared_verdict_is_published_by_any_rank_with_its_report(tmp_path: Path) -> None:
     one, other = Outcome(tmp_path / "run", "a"), Outcome(tmp_path / "run", "a")
     one.folder.mkdir()
     one.prepare({"verdict": "pass"}, 0)
@@ -207,7 +207,7 @@ def test_what_was_laid_ready_is_put_in_place_by_any_rank_with_its_report(tmp_pat
     assert not (one.folder / "run.json").exists() and not (one.folder / "report.html").exists()
     other.publish(0)
     one.publish(0)
-    assert told(one.folder) == {"verdict": "pass"}
+    assert published(one.folder) == {"verdict": "pass"}
     assert (one.folder / "report.html").read_text() == "the page"
     assert (tmp_path / "latest").resolve() == one.folder
 
@@ -217,10 +217,10 @@ def test_another_attempt_has_an_outcome_of_its_own(tmp_path: Path) -> None:
         outcome = Outcome(tmp_path / "run", token)
         outcome.folder.mkdir(exist_ok=True)
         assert outcome.write({"verdict": verdict})
-    assert told(tmp_path / "run") == {"verdict": "pass"}
+    assert published(tmp_path / "run") == {"verdict": "pass"}
 
 
-def test_where_nothing_was_laid_ready_there_is_nothing_to_put_in_place(tmp_path: Path) -> None:
+def test_without_a_prepared_verdict_nothing_is_published(tmp_path: Path) -> None:
     with pytest.raises(Unpublished, match=f"the verdict of rank 0 is not in {tmp_path}: run.json was not written"):
         Outcome(tmp_path, "a").publish(0)
     assert list(tmp_path.iterdir()) == []
@@ -243,22 +243,24 @@ def test_a_writer_that_ended_between_its_claim_and_run_json_is_finished_by_the_n
     outcome.page(0).write_text("the page")
     os.link(outcome.folder / ".ready.a.0.json", outcome.folder / ".run.a.json")
     Outcome(tmp_path / "run", "a").publish(0)
-    assert told(outcome.folder) == {"verdict": "pass"}
+    assert published(outcome.folder) == {"verdict": "pass"}
     assert (outcome.folder / "report.html").read_text() == "the page"
 
 
-def test_two_ranks_that_lay_ready_share_no_file(tmp_path: Path) -> None:
+def test_two_ranks_that_prepare_share_no_file(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path / "run", "a")
     outcome.folder.mkdir()
     for rank, verdict in ((0, "fail"), (1, "pass")):
         outcome.prepare({"verdict": verdict}, rank)
         outcome.page(rank).write_text(f"the page of rank {rank}")
     outcome.publish(1)
-    assert told(outcome.folder) == {"verdict": "pass"}
+    assert published(outcome.folder) == {"verdict": "pass"}
     assert (outcome.folder / "report.html").read_text() == "the page of rank 1"
 
 
-def test_a_file_system_without_links_keeps_the_first_word_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_system_without_links_keeps_the_first_outcome_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(_source: Path, _target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -267,4 +269,4 @@ def test_a_file_system_without_links_keeps_the_first_word_too(monkeypatch: pytes
     folder.mkdir()
     assert Outcome(folder, "a").write({"verdict": "lost"})
     assert not Outcome(folder, "a").write({"verdict": "pass"})
-    assert told(folder) == {"verdict": "lost"}
+    assert published(folder) == {"verdict": "lost"}

@@ -48,7 +48,7 @@ def renamed(records: Ranks, names: dict[str, str]) -> Ranks:
     return bent(records, change)
 
 
-def test_the_end_of_a_run_says_what_a_person_wants_to_know() -> None:
+def test_the_last_lines_of_a_run() -> None:
     assert end(without(Skipped, good_run())) == EXPECTED
 
 
@@ -60,7 +60,7 @@ def loaded(records: Ranks, cores: int, runnable: int | None, machine: str = "one
 
 
 @pytest.mark.parametrize(
-    ("cores", "runnable", "said"),
+    ("cores", "runnable", "sentence"),
     [
         (2, 33, "4 ranks on 2 cores, 30 other runnable threads: compare bytes, not times"),
         (16, 3, "4 ranks on 16 cores, 0 other runnable threads: each rank had a core for itself"),
@@ -68,9 +68,9 @@ def loaded(records: Ranks, cores: int, runnable: int | None, machine: str = "one
         (2, None, "4 ranks on 2 cores, unknown other runnable threads: compare bytes, not times"),
     ],
 )
-def test_one_line_says_how_far_times_can_be_trusted(cores: int, runnable: int | None, said: str) -> None:
+def test_one_line_about_the_reliability_of_times(cores: int, runnable: int | None, sentence: str) -> None:
     records = loaded(good_run(), cores, runnable)
-    assert [line for line in unwrapped(end(records)) if line.startswith("times")] == [f"times      {said}"]
+    assert [line for line in unwrapped(end(records)) if line.startswith("times")] == [f"times      {sentence}"]
     machine = judge(records)["machines"]
     assert [(each["cores"], each["processor"], each["ranks"]) for each in machine] == [
         (cores, "Example 9000", [0, 1, 2, 3])
@@ -78,7 +78,7 @@ def test_one_line_says_how_far_times_can_be_trusted(cores: int, runnable: int | 
     assert machine[0]["end"] == {"load_average": 3.5, "runnable": runnable, "cpu_pressure": 0.5, "at": 100.0}
 
 
-def test_nothing_is_said_of_times_that_were_not_taken_or_of_a_machine_that_is_not_known() -> None:
+def test_no_line_about_times_without_times_or_machines() -> None:
     assert not [line for line in end(good_run()) if line.startswith("times")]
     assert judge(good_run())["machines"] == []
     assert not [line for line in end(without(Steps, loaded(good_run(), 2, 9))) if line.startswith("times")]
@@ -86,9 +86,9 @@ def test_nothing_is_said_of_times_that_were_not_taken_or_of_a_machine_that_is_no
 
 @pytest.mark.parametrize("names", [{"ddp": LONG}, {"naive": LONG}, {"naive": LONG, "ddp": "torch_interleaved_zb"}])
 def test_a_long_name_breaks_no_line(names: dict[str, str]) -> None:
-    said = table_lines(judge(renamed(good_run(), names)), renamed(good_run(), names))
-    assert len(said) == 5 and max(map(len, said)) <= WIDTH == 80 - len("worker0-1  | ")
-    assert all(line.endswith(("passed", "shown")) for line in said[2:])
+    printed = table_lines(judge(renamed(good_run(), names)), renamed(good_run(), names))
+    assert len(printed) == 5 and max(map(len, printed)) <= WIDTH == 80 - len("worker0-1  | ")
+    assert all(line.endswith(("passed", "shown")) for line in printed[2:])
 
 
 @pytest.mark.parametrize(("most", "short"), [(20, "wave"), (4, "wave"), (3, "w.."), (2, ".."), (1, ".")])
@@ -100,9 +100,9 @@ def test_a_name_loses_its_middle(most: int, short: str) -> None:
 def test_no_column_is_empty_and_a_value_that_is_not_there_is_an_empty_cell() -> None:
     unproven = without(Check, good_run())
     assert "exact" not in "\n".join(end(unproven)[:2])
-    alone = bent(good_run(), lambda record: None if is_of(record, "naive", Wire, Classes, Memory) else record)
-    row = next(line for line in end(alone) if line.startswith("naive")).split()
-    assert len(row) < len(next(line for line in end(alone) if line.startswith("bucketed")).split())
+    single = bent(good_run(), lambda record: None if is_of(record, "naive", Wire, Classes, Memory) else record)
+    row = next(line for line in end(single) if line.startswith("naive")).split()
+    assert len(row) < len(next(line for line in end(single) if line.startswith("bucketed")).split())
     assert "-" not in row and "None" not in row
 
 
@@ -143,78 +143,78 @@ def test_a_mode_that_times_no_steps_names_the_checks_that_decided() -> None:
     assert not any(line.startswith("decided") for line in end(good_run()))
 
 
-def test_one_rank_is_told_that_there_is_nothing_to_communicate() -> None:
-    said = end(alone := {0: [replace(good_run()[0][0], world_size=1), *good_run()[0][1:]]})
-    assert "alone      WORLD_SIZE=1: there is nothing to communicate" in said
-    assert not any("sent" in line for line in said[:3])
-    assert any(line.startswith("alone") for line in end_lines(judge(alone), alone, REPORT, "full"))
+def test_a_single_rank_has_a_line_that_nothing_is_communicated() -> None:
+    printed = end(single := {0: [replace(good_run()[0][0], world_size=1), *good_run()[0][1:]]})
+    assert "alone      WORLD_SIZE=1: there is nothing to communicate" in printed
+    assert not any("sent" in line for line in printed[:3])
+    assert any(line.startswith("alone") for line in end_lines(judge(single), single, REPORT, "full"))
     for mode in ("check", "prove"):  # which say it in their own words
-        theirs = {0: [replace(alone[0][0], run_mode=mode), *alone[0][1:]]}
-        assert not any(line.startswith("alone") for line in end_lines(judge(theirs), theirs, REPORT, "full"))
+        script = {0: [replace(single[0][0], run_mode=mode), *single[0][1:]]}
+        assert not any(line.startswith("alone") for line in end_lines(judge(script), script, REPORT, "full"))
     assert not any(line.startswith("alone") for line in end(good_run()))
 
 
-def test_a_cluster_that_broke_says_where_to_read_on() -> None:
+def test_a_broken_cluster_names_the_logs_to_read() -> None:
     records = plus(good_run(), Lost(1, 5, "no heartbeat"))
-    said = in_lines(sentences.lost_lines(judge(records), records, None, REPORT.parent))
-    assert said[0] == f"read       the last lines of rank1.log in {REPORT.parent}"
-    assert [line.split()[0] for line in said] == ["read", "rerun"]
+    printed = in_lines(sentences.lost_lines(judge(records), records, None, REPORT.parent))
+    assert printed[0] == f"read       the last lines of rank1.log in {REPORT.parent}"
+    assert [line.split()[0] for line in printed] == ["read", "rerun"]
 
 
 def test_what_failed_is_a_sentence_and_where_to_read_on() -> None:
-    said = unwrapped(end(with_measured(good_run(), "naive", "wire bytes", 12e6, rank=2)))
-    assert next(line for line in said if line.startswith("naive")).endswith("FAILED")
-    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in said
-    assert "read       experiments/dp/; LAB_VARIANT=naive runs it alone" in said
+    printed = unwrapped(end(with_measured(good_run(), "naive", "wire bytes", 12e6, rank=2)))
+    assert next(line for line in printed if line.startswith("naive")).endswith("FAILED")
+    assert "FAILED     naive wire bytes: predicted 9.60 MB ± 150 kB, rank 2 measured 12.0 MB" in printed
+    assert "read       experiments/dp/; LAB_VARIANT=naive runs it alone" in printed
     many = end(with_check(good_run(), "weights", 3.1e-2))
     assert sum(line.startswith("FAILED") for line in many) == 3
     assert not any(line.startswith("read") for line in end(mistaken(with_check(good_run(), "weights", 3.1e-2))))
 
 
 def test_a_rank_that_an_error_ended_has_its_log_named() -> None:
-    said = end(plus(good_run(), Failed(1, "ValueError: no"), rank=2))
-    assert "error      rank 2 ended with code 1: ValueError: no" in said
-    assert f"read       rank2.log in {REPORT.parent}" in said
+    printed = end(plus(good_run(), Failed(1, "ValueError: no"), rank=2))
+    assert "error      rank 2 ended with code 1: ValueError: no" in printed
+    assert f"read       rank2.log in {REPORT.parent}" in printed
 
 
-def test_variants_that_were_left_out_take_two_lines_at_most() -> None:
+def test_skipped_variants_take_two_lines_at_most() -> None:
     records = without(Skipped, good_run())
     for name in ("zbv", "interleaved"):
         records = plus(records, Skipped(name, "too few layers"))
     assert [line for line in end(records) if line.startswith("skipped")] == [
         "skipped    zbv: too few layers", "skipped    interleaved: too few layers",
     ]  # fmt: skip
-    told = unwrapped(end(plus(records, Skipped("dualpipev", "no"))))
-    (line,) = [line for line in told if line.startswith("skipped")]
+    printed = unwrapped(end(plus(records, Skipped("dualpipev", "no"))))
+    (line,) = [line for line in printed if line.startswith("skipped")]
     assert line.startswith("skipped    these settings rule out 3 variants") and line.endswith(
         "zbv, interleaved, dualpipev"
     )
 
 
-def test_five_variants_are_told_in_twelve_lines() -> None:
+def test_five_variants_take_twelve_lines() -> None:
     assert len(end(without(Skipped, good_run(variants=dict.fromkeys(("a", "b", "c", "d", "ddp"), 0.05))))) <= 12
 
 
 # Each decision of a sentence, by made-up entries of run.json.
 
 
-def claim(name: str, passed: bool, variant: str = "flat", **given: object) -> Run:
+def claim(name: str, passed: bool, variant: str = "flat", **fields: object) -> Run:
     made = {"variant": variant, "name": name, "max_abs_diff": 0.25, "tolerance": 0.125, "unit": "", "detail": "",
             "control": ""}  # fmt: skip
-    return made | {"passed": passed} | given
+    return made | {"passed": passed} | fields
 
 
-def comparison(name: str, passed: bool, predicted: float = 3.0, measured: float = 5.0, **given: object) -> Run:
+def comparison(name: str, passed: bool, predicted: float = 3.0, measured: float = 5.0, **fields: object) -> Run:
     made = {"variant": "flat", "name": name, "predicted": predicted, "measured": measured, "tolerance": 1.0,
             "unit": "calls", "rank": 2, "decides": True, "control": ""}  # fmt: skip
-    return made | {"passed": passed} | given
+    return made | {"passed": passed} | fields
 
 
-def made_run(**given: object) -> Run:
+def made_run(**fields: object) -> Run:
     return {
         "verdict": "pass", "run_mode": "dp", "proven": True, "checks": [], "comparisons": [], "lost": [], "errors": [],
         "variants": [], "skipped": [], "mistake": None, "world_size": 2, "by_torch": [], "config": {},
-    } | given  # fmt: skip
+    } | fields  # fmt: skip
 
 
 LOST = [{"rank": 3, "step": 7, "reason": "silent"}, {"rank": 1, "step": None, "reason": "gone"}]
@@ -223,7 +223,7 @@ FIVE = [claim(name, False) for name in "abcde"]
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "expected"),
     [
         (made_run(verdict="lost", lost=LOST), "rank 3 lost at step 7: silent; rank 1 lost: gone"),
         (made_run(verdict="refused", errors=[*ERRORS, ERRORS[0]]), "no; bad"),
@@ -239,8 +239,8 @@ FIVE = [claim(name, False) for name in "abcde"]
         (made_run(checks=[claim("a", True)] * 2, proven=False, run_mode="check"), "2 checks passed"),
     ],
 )  # fmt: skip
-def test_the_verdict_in_one_phrase(run: Run, told: str) -> None:
-    assert sentences.headline(run) == told
+def test_the_verdict_in_one_phrase(run: Run, expected: str) -> None:
+    assert sentences.headline(run) == expected
 
 
 def moment(runnable: int | None) -> Run:
@@ -264,16 +264,16 @@ def test_threads_beside_the_ranks(
 
 
 @pytest.mark.parametrize(
-    ("failed", "told"),
+    ("failed", "expected"),
     [
-        (claim("gradients", False), "flat gradients: differs by 2.5e-01 where 0.125 is allowed"),
-        (claim("a", False, "", detail="rank 1"), "a: differs by 2.5e-01 where 0.125 is allowed (rank 1)"),
+        (claim("gradients", False), "flat gradients: differs by 2.5e-01, but only 0.125 is allowed"),
+        (claim("a", False, "", detail="rank 1"), "a: differs by 2.5e-01, but only 0.125 is allowed (rank 1)"),
         (claim("replicas agree", False, "", unit="findings", detail="w differs"), "replicas differ: w differs"),
         (comparison("calls", False), "flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
     ],
 )
-def test_what_was_expected_and_what_was_seen(failed: Run, told: str) -> None:
-    assert sentences.failure_sentence(failed) == told
+def test_what_was_expected_and_what_was_seen(failed: Run, expected: str) -> None:
+    assert sentences.failure_sentence(failed) == expected
     assert sentences.claim_name(claim("replicas agree", True, "", unit="findings")) == "replicas agree"
 
 
@@ -286,7 +286,7 @@ BUG = {"name": "twice", "what": "sends twice", "check": "calls"}
         ([claim("a", False)], [comparison("calls", False)],
          "caught by flat calls: predicted 3 calls ± 1 call, rank 2 measured 5 calls"),
         ([claim("calls", False), claim("calls", False, "ring", max_abs_diff=0.5)], [],
-         "caught by flat calls, ring calls: the first differs by 2.5e-01 where 0.125 is allowed"),
+         "caught by flat calls, ring calls: the first differs by 2.5e-01, but only 0.125 is allowed"),
         ([claim("a", False)], [comparison("calls", True)],
          "not caught: the calls check passed: nothing in this run detects it"),
         ([claim("a", False)], [], "not caught: the calls check did not run: nothing in this run could detect it"),
@@ -300,7 +300,7 @@ def test_whether_a_mistake_was_caught(checks: list[Run], comparisons: list[Run],
     assert ("as expected" in sentences.explanation(run)) == seen.startswith("caught")
 
 
-def test_who_ended_alike_who_is_unseen_and_what_was_dropped() -> None:
+def test_equal_errors_missing_records_and_dropped_messages() -> None:
     errors = [*ERRORS, ERRORS[0] | {"rank": 5}, ERRORS[1] | {"rank": 4, "error": "no"}]
     assert sentences.error_sentences(made_run(errors=errors)) == [
         "ranks 2 and 5 ended with code 1: no", "rank 0 ended with code 2: bad", "rank 4 ended with code 2: no",
@@ -351,8 +351,8 @@ def test_a_variant_is_as_exact_as_its_worst_proof(checks: list[Run], shown: str)
 
 
 def test_of_more_claims_than_have_room_the_rest_is_counted() -> None:
-    said = in_lines(sentences.first_failures(made_run(checks=FIVE)))
-    assert [line.split()[:3] for line in said] == [
+    printed = in_lines(sentences.first_failures(made_run(checks=FIVE)))
+    assert [line.split()[:3] for line in printed] == [
         *(["FAILED", "flat", f"{name}:"] for name in "abcd"), ["and", "1", "more:"], ["read", "experiments/dp/;", "LAB_VARIANT=flat"],
     ]  # fmt: skip
     assert len(in_lines(sentences.first_failures(made_run(checks=FIVE[:4])))) == 5
@@ -365,8 +365,10 @@ def test_of_more_claims_than_have_room_the_rest_is_counted() -> None:
         "read       mine/m.py"
     ]
     names = [claim(name, True) for name in "abcdefghi"]
-    assert in_lines(sentences.decided(made_run(checks=names))) == ["decided by a, b, c, d, e, f, g, h and 1 more"]
-    assert in_lines(sentences.decided(made_run(checks=names[:8]))) == ["decided by a, b, c, d, e, f, g, h"]
+    assert in_lines(sentences.deciding_checks(made_run(checks=names))) == [
+        "decided by a, b, c, d, e, f, g, h and 1 more"
+    ]
+    assert in_lines(sentences.deciding_checks(made_run(checks=names[:8]))) == ["decided by a, b, c, d, e, f, g, h"]
 
 
 def test_names_and_claims_are_those_of_a_variant() -> None:

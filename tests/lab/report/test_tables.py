@@ -65,7 +65,7 @@ def test_a_table_without_titles_names_its_numbers_in_each_row() -> None:
     ],
     ids=["dp", "pp"],
 )
-def test_each_row_of_each_table_stands_on_the_page_as_in_the_log(records: Ranks) -> None:
+def test_each_row_of_each_table_is_on_the_page_as_in_the_log(records: Ranks) -> None:
     shown = rows_of(page(judge(records), records))
     for table in tables_of(records):
         for row in table.rows:
@@ -140,18 +140,18 @@ def entry(variant: str, name: str, off: float, tolerance: float, *, passed: bool
             "unit": unit, "detail": "why"}  # fmt: skip
 
 
-def claim(variant: str, name: str, predicted: float, measured: float, tolerance: float, **given: Any) -> Run:
+def claim(variant: str, name: str, predicted: float, measured: float, tolerance: float, **fields: Any) -> Run:
     made = {"variant": variant, "name": name, "predicted": predicted, "measured": measured, "tolerance": tolerance,
             "unit": "B", "rank": 3, "decides": True, "passed": True, "formula": "2 x P"}  # fmt: skip
-    return made | given
+    return made | fields
 
 
-def variant(name: str, **given: Any) -> Run:
+def variant(name: str, **fields: Any) -> Run:
     made = {"name": name, "step_seconds": [0.02, 0.03], "cpu_seconds": [0.011, None, 0.022],
             "called_bytes": [1100.0, 1200.0], "wire_bytes": [1310.0, 1300.0], "peak_bytes": [None, None],
             "rest_by_class": [{"parameters": 2000, "gradients": 500}, {"parameters": 2100, "gradients": 600}],
             "peak_by_class": [{"parameters": 2000, "gradients": 900}, {"parameters": 2100, "gradients": 1400}]}  # fmt: skip
-    return made | given
+    return made | fields
 
 
 MADE_RUN: Run = {"world_size": 2, "by_torch": ["ddp"], "checks": [], "comparisons": [], "variants": []}
@@ -184,15 +184,15 @@ def test_each_number_of_a_check_and_a_comparison_has_its_column() -> None:
         ["a wire bytes", "100 B", "130 B", "3", "20 B", "FAILED", "2 x P"],
         ["b time", "1 B", "3 B", "3", "a time", "informational", "2 x P"],
     ]
-    held = [
+    checks = [
         entry("a", "timed losses", 0.25, 0.5),
         entry("a", "timed steps", 0.0, 0.0),
         entry("b", "timed steps", 1.0, 0.0),
     ]
-    table = tables.timed(MADE_RUN | {"checks": held})
+    table = tables.timed(MADE_RUN | {"checks": checks})
     assert cells(table) == [["a", "2.5e-01 / 5.0e-01", "0", "passed"], ["b", "-", "1.0e+00", "passed"]]
     assert table.columns[0].title == "difference / tolerance"
-    assert "LAB_PROOF=0" in tables.timed(MADE_RUN | {"checks": held[1:]}).columns[0].title
+    assert "LAB_PROOF=0" in tables.timed(MADE_RUN | {"checks": checks[1:]}).columns[0].title
 
 
 def records_of(*of_rank_1: Any) -> Ranks:
@@ -247,7 +247,7 @@ def test_memory_is_of_the_fullest_rank_at_rest_and_at_the_peak() -> None:
     assert tables.fullest([None, {}]) is None
 
 
-def test_planned_stands_beside_measured() -> None:
+def test_planned_is_beside_measured() -> None:
     run = MADE_RUN | {"variants": [variant("flat"), variant("ring"), variant("zero", step_seconds=[None])]}
     plan = tables.Plan({"flat": (0.045, 2800.0), "zero": (1.0, 1.0)}, [])
     assert cells(tables.planned(run, plan)) == [["flat", "45.0", "30.0", "+50%", "2.80 kB", "3.50 kB", "-20%"]]
@@ -274,8 +274,8 @@ def test_a_profile_names_the_rank_with_most_work_of_its_own() -> None:
         ["ddp", "rank 1", "34.0", "1.00 (3)", "10.0 (29)", "20.0 (59)", "not visible", "-", "3.00 (9)", "1.00 ×"],
     ]
     assert [row[1] for row in cells(tables.profile(run, records, slowest_only=True))] == ["rank 1", "rank 1"]
-    alone = {0: [start(0, 1), Profile("flat", slow)]}
-    assert cells(tables.profile(run | {"world_size": 1}, alone, slowest_only=True))[0][-1] == ""
+    single = {0: [start(0, 1), Profile("flat", slow)]}
+    assert cells(tables.profile(run | {"world_size": 1}, single, slowest_only=True))[0][-1] == ""
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ def shown(screen: Screen, lines: list[str] = LINES) -> str:
 
 def test_a_terminal_has_one_line_of_progress_and_the_verdict_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    said = f"{LINES[0]}{CLEAR}{LINES[1]}{CLEAR}rank 0 | {GREEN}PASS{PLAIN}       9\n"
-    assert shown(Screen(Terminal(), {})) == said
+    output = f"{LINES[0]}{CLEAR}{LINES[1]}{CLEAR}rank 0 | {GREEN}PASS{PLAIN}       9\n"
+    assert shown(Screen(Terminal(), {})) == output
 
 
 @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"NO_COLOR": "1", "TERM": "xterm"}])
-def test_no_color_is_heard(environ: dict[str, str]) -> None:
-    said = shown(Screen(Terminal(), environ))
-    assert said.count(CLEAR) == 2 and GREEN not in said and said.endswith("rank 0 | PASS       9\n")
+def test_no_color_turns_colours_off(environ: dict[str, str]) -> None:
+    output = shown(Screen(Terminal(), environ))
+    assert output.count(CLEAR) == 2 and GREEN not in output and output.endswith("rank 0 | PASS       9\n")
 
 
 @pytest.mark.parametrize(("stream", "environ"), [(io.StringIO(), {}), (Terminal(), {"TERM": "dumb"})])
@@ -52,5 +52,5 @@ def test_a_line_of_progress_is_never_longer_than_the_terminal(monkeypatch: pytes
     ],
 )  # fmt: skip
 def test_colours_are_for_what_judges(text: str, colour: str) -> None:
-    said = Screen(Terminal(), {}).shown(text)
-    assert (colour in said and PLAIN in said) if colour else said == f"{text}\n"
+    output = Screen(Terminal(), {}).shown(text)
+    assert (colour in output and PLAIN in output) if colour else output == f"{text}\n"

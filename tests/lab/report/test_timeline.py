@@ -64,7 +64,7 @@ def test_a_collective_is_one_of_all_its_ranks_and_the_last_is_named() -> None:
     assert (first.last, first.late_s, second.last, other.last) == (1, 0.5, 0, 3)
 
 
-def test_shares_are_of_what_ranks_compute_send_and_do_not() -> None:
+def test_shares_of_compute_communication_and_idle_time() -> None:
     spans = [[Span("forward", "0", 0, 1), Span("all_reduce", "", 0.5, 1)], [Span("backward", "0", 2, 4)]]
     assert Scene("flat", spans, [], [], [], [], "").shares == pytest.approx((2.5 / 8, 0.5 / 8, 5 / 8))
     inner = [[Span("forward", "0", 0, 4), Span("all_reduce", "", 1, 3)]]  # of a pass half is a call
@@ -77,10 +77,10 @@ def test_all_reduce_bars_are_no_idle_time_and_what_pytorch_hides_is_not_called_i
     summed = [[Span("forward", "0", 0, 0.5), Span("all_reduce", "", 1, 10)]] * 2
     inside = [[Span("backward", "0", 0, 9), Span("optimizer", "", 9, 9.5), Span("data", "", 9.5, 10)]] * 2
     run = {"comparisons": [], "by_torch": ["ddp"]}
-    told = share_words(run, Scene("per_parameter", summed, [], [], [], [], ""))
-    assert told == "compute 5%, communication and waiting 90%, idle 5%"
-    told = share_words(run, Scene("ddp", inside, [], [], [], [], ""))
-    assert told == "compute, communication and waiting 100% (not visible separately), idle 0%"
+    words = share_words(run, Scene("per_parameter", summed, [], [], [], [], ""))
+    assert words == "compute 5%, communication and waiting 90%, idle 5%"
+    words = share_words(run, Scene("ddp", inside, [], [], [], [], ""))
+    assert words == "compute, communication and waiting 100% (not visible separately), idle 0%"
 
 
 def test_a_scripts_own_compute_is_your_code() -> None:
@@ -104,7 +104,7 @@ def test_steps_that_are_drawn_together_are_counted() -> None:
     assert scene("ring", [[Span("all_reduce", "", 0, 1)]], {}, [], 99).steps == 1
 
 
-def test_what_does_not_fit_is_left_out_smallest_first_and_said() -> None:
+def test_small_messages_are_omitted_first_and_reported() -> None:
     calls = {0: [send(1, nbytes, float(nbytes)) for nbytes in (5, 1, 9, 3)], 1: []}
     found = scene("flat", [[Span("forward", "", 0, 10)], []], calls, [], 4)
     assert [arrow.nbytes for arrow in found.arrows] == [5, 9, 3]
@@ -163,7 +163,7 @@ def test_the_profile_of_too_many_is_that_of_the_slowest_ranks(monkeypatch: pytes
     assert shown.count("<tr>") == 1 + 2 and shown.count(" ×</td>") == 2 and "the others are in the records" in shown
 
 
-def test_a_bubble_is_told_only_where_it_was_compared() -> None:
+def test_a_bubble_is_shown_only_if_it_was_compared() -> None:
     run = judge(pipeline_run())
     bubble = bubble_of(run, "gpipe")
     assert bubble and f"{bubble['predicted']:.2f} {bubble['measured']:.2f}" == "0.27 0.31"
@@ -171,7 +171,7 @@ def test_a_bubble_is_told_only_where_it_was_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bars_can_be_told_from_both_grounds_and_bear_white_text(kind: str) -> None:
+def test_bars_have_contrast_on_both_backgrounds_and_with_white_text(kind: str) -> None:
     hue = luminance(KINDS[kind][1]) + 0.05
     assert hue / (luminance("#151b24") + 0.05) >= 3
     assert 1.05 / hue >= 4.5

@@ -50,19 +50,19 @@ def test_rates_of_a_link_are_in_bits() -> None:
     ]  # fmt: skip
 
 
-def test_a_duration_is_told_in_the_unit_that_one_waits_in() -> None:
+def test_a_duration_has_a_suitable_unit() -> None:
     assert [duration(value) for value in (0.4, 41, 99.4, 99.5, 900, 5969, 12_240)] == [
         "0 s", "41 s", "99 s", "1.7 min", "15.0 min", "99.5 min", "3.4 h",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("number", "what", "told"),
+    ("number", "what", "text"),
     [
         (1, "calls", "1 call"), (2, "calls", "2 calls"), (0, "calls", "0 calls"), (1.0, "buckets", "1 bucket"),
         (1, "microbatches", "1 microbatch"), (1, "epsilons of bfloat16", "1 epsilon of bfloat16"),
         (1.0, "samples/s", "1 samples/s"), (1.5, "", "1.5"), (12345, "ranks", "12345 ranks"),
     ],
 )  # fmt: skip
-def test_one_is_told_in_the_singular(number: float, what: str, told: str) -> None:
-    assert counted(number, what) == told
+def test_one_has_the_singular(number: float, what: str, text: str) -> None:
+    assert counted(number, what) == text

@@ -1,6 +1,6 @@
 """What the lab's models compute, once more: from their published definitions, by matrices, and without a line of them.
 
-Ranks and the one process that they are held against run the same layers, so a layer that is wrong is wrong on both
+Ranks and the one process that they are compared with run the same layers, so a layer that is wrong is wrong on both
 sides, and no proof sees it. Here the scores of a model are written down a second time, from the weights by name:
 
     norm        (x - mean) / sqrt(var + 1e-5)·g + b                    Ba et al. 2016, "Layer Normalization", section 3
@@ -46,7 +46,7 @@ class Computed(NamedTuple):
 
 
 class Weights:
-    """The weights of a model by name, as they are now; `unused` are those that nobody asked for."""
+    """The weights of a model by name, as they are now; `unused` are those that no test requests."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.named = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -137,11 +137,11 @@ def mixture(weights: Weights, name: str, tokens: Tensor, mixing: Any) -> tuple[T
     gates = gates / gates.sum(1, keepdim=True) if k > 1 else gates
     places = math.ceil(mixing.capacity_factor * k * count / number) if mixing.capacity_factor else count
     up, down = weights(f"{name}.experts.up"), weights(f"{name}.experts.down")
-    mixed, taken = torch.zeros_like(tokens), [0] * number
+    mixed, used = torch.zeros_like(tokens), [0] * number
     for choice in range(k):  # first choices before second ones
         for token, expert in enumerate(chosen[:, choice].tolist()):
-            if taken[expert] < places:
-                taken[expert] += 1
+            if used[expert] < places:
+                used[expert] += 1
                 mixed[token] += gates[token, choice] * (gelu(tokens[token] @ up[expert]) @ down[expert])
     wanted = torch.stack([(chosen == expert).sum() for expert in range(number)]).to(tokens.dtype)
     extra = (BALANCE if mixing.balance else 0.0) * number * (wanted / wanted.sum() * probabilities).sum()
@@ -153,7 +153,7 @@ def mixture(weights: Weights, name: str, tokens: Tensor, mixing: Any) -> tuple[T
 
 
 @torch.no_grad()
-def hold_model(lab: Lab, batches: Batches) -> None:
+def check_model(lab: Lab, batches: Batches) -> None:
     """Scores, loss and routers at weights drawn anew, so that no bias is zero and no gain one."""
     config, model = lab.config, lab.mode.model(lab.config, lab.config.seed).double()
     model.dropouts = None  # masks are stated apart
@@ -180,7 +180,7 @@ def hold_model(lab: Lab, batches: Batches) -> None:
     detail = f"scores and loss by definition, {numbers} of {right} numbers{unused}"
     lab.check("model", max(off), TOLERANCE, detail=detail)
     if config.model == "gpt" and inputs.shape[1] > 1:
-        hold_positions(lab, model, inputs, mixing is None)
+        check_positions(lab, model, inputs, mixing is None)
 
 
 def scores_of(model: Model, inputs: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def scores_of(model: Model, inputs: Tensor) -> Tensor:
     return inputs
 
 
-def hold_positions(lab: Lab, model: Model, inputs: Tensor, alone: bool) -> None:
+def check_positions(lab: Lab, model: Model, inputs: Tensor, alone: bool) -> None:
     """Scores do not depend on what comes later, where tokens are `alone`; a byte is another one elsewhere."""
     half = inputs.shape[1] // 2
     if alone:
@@ -199,13 +199,13 @@ def hold_positions(lab: Lab, model: Model, inputs: Tensor, alone: bool) -> None:
         detail = f"change of the scores of {half} positions as all behind them change"
         lab.check("causal", off, TOLERANCE, detail=detail)
     same = model.layers[0](torch.full_like(inputs[:1], 65))[0]
-    alike = sum(map(torch.equal, same[:-1], same[1:]))
-    lab.check("positions", alike, 0, detail="neighbours that are alike in a text of one byte")
+    equal = sum(map(torch.equal, same[:-1], same[1:]))
+    lab.check("positions", equal, 0, detail="equal neighbours in a text of one byte")
 
 
-def hold_first_weights(lab: Lab) -> None:
+def check_first_weights(lab: Lab) -> None:
     """Radford et al. 2019, section 2.3: a deviation of 0.02; of mlp 1/sqrt(inputs), of line zeros. Gains are one and
-    biases zero, and no two matrices nor seeds are alike."""
+    biases zero, and no two matrices nor seeds are equal."""
     config, model = lab.config, lab.mode.model(lab.config, lab.config.seed)
     other = dict(lab.mode.model(config, config.seed + 1).named_parameters())
     worst, where, drawn = 0.0, "", set()
@@ -243,14 +243,14 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 # --- dropout ---
 
 # What dropout promises (Srivastava et al. 2014, section 4; kept numbers are divided by what is kept): found by what
-# it makes of the results of the parts that it drops from, and held to what chance allows.
+# it makes of the results of the parts that it drops from, and compared with what chance allows.
 
-LEAST_NUMBERS, LAYERS = 8192, 2  # that are looked at of a part, and layers with such parts
+LEAST_NUMBERS, LAYERS = 8192, 2  # that are checked per part, and layers with such parts
 ERRORS = 6.0  # sampling errors: a right draw is farther off in one of 5e8 statements
 EXACT = 1e-6  # relative, of a kept number: masks are float32
 
 
-def hold_dropout(lab: Lab, batches: Batches) -> None:
+def check_dropout(lab: Lab, batches: Batches) -> None:
     """With LAB_DROPOUT p: a share p of what attention and MLP add is dropped, what is kept is 1/(1-p) times as large, a
     sample's masks repeat, and those of two samples, parts or seeds have in common what chance has."""
     share = getattr(lab.config.options, "dropout", 0.0)
@@ -277,14 +277,14 @@ def masks_of(lab: Lab, inputs: Tensor, seed: int) -> tuple[list[Tensor], bool]:
     config = lab.config.model_copy(update={"seed": seed})
     model, share = lab.mode.model(config, seed).double(), lab.config.options.dropout  # type: ignore[attr-defined]
     shape = (lab.config.seq, lab.config.width) if model.name == "gpt" else (lab.config.width,)
-    given = inputs[: max(2, -(-LEAST_NUMBERS // math.prod(shape)))]
-    hidden = torch.randn(len(given), *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = inputs[: max(2, -(-LEAST_NUMBERS // math.prod(shape)))]
+    hidden = torch.randn(len(rows), *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     masks, exact = [], True
     with torch.no_grad():
         for part in parts_of(model):
-            turn(model, given[:0])
+            turn(model, rows[:0])
             whole = part(hidden)
-            turn(model, given)
+            turn(model, rows)
             kept = part(hidden) / whole
             masks.append(kept == 0)
             exact &= bool(((kept * (1 - share) - 1).abs() < EXACT).logical_or(masks[-1]).all())
@@ -315,7 +315,7 @@ def common(one: Tensor, other: Tensor) -> float:
 MOST_BESIDE = 4.0
 
 
-def hold_recomputation(lab: Lab) -> None:
+def check_recomputation(lab: Lab) -> None:
     """Whenever a layer is computed again, the inputs of those before it are alive, and next to nothing else."""
     dtype = getattr(torch, lab.config.dtype)
     model, whole = lab.model(dtype), lab.batches(dtype).full(0)
@@ -340,9 +340,9 @@ class Alive:
             for parameter in layer.parameters():
                 parameter.register_post_accumulate_grad_hook(drop)
 
-    def begin(self, *given: Tensor) -> None:
+    def begin(self, *tensors: Tensor) -> None:
         label_before(self.storages)
-        for tensor in given:
+        for tensor in tensors:
             self.storages.add(tensor)
         self.before = self.storages.live_bytes
 

@@ -1,18 +1,18 @@
-"""What ranks and the one process share, held to statements of a few lines each that share nothing with it.
+"""What ranks and the one process share, checked by statements of a few lines each that share nothing with it.
 
 The proof compares N ranks with one process. Both run the same model on the same samples with the same optimizer, so
-what is wrong there is wrong on both sides alike. Tests therefore hold these to what was published or is true by
+what is wrong there is equally wrong on both sides. Tests therefore compare these with what was published or is true by
 definition:
 
     model, causal, positions   scores, loss and routers by their definition; a position sees none behind it, and
                                knows its place
     first weights              their deviation is the published one within its sampling error; another seed, others
-    loss, shares               the mean over the whole batch is torch's own mean of it, however it was dealt
+    loss, shares               the mean over the whole batch is torch's own mean of it, however it is divided
     targets                    of a text the bytes one further on; of points y = 2x + 1 with noise of 0.1
     epochs, shards             an epoch has every sample once, in another order than the last; shards cover a batch
                                once, and those of the proof are uneven where they can be
     optimizer                  three steps of it against its formula
-    dropout, recomputation     where they are asked for (model_statements.py)
+    dropout, recomputation     if requested (model_statements.py)
 
 Sizes are those of the settings, with two samples of at most POSITIONS positions. Of a model of one's own only its data
 and the optimizer can be stated.
@@ -36,39 +36,39 @@ from tests.lab.verify.model_statements import (
     ERRORS,
     STATED,
     TOLERANCE,
+    check_dropout,
+    check_first_weights,
+    check_model,
+    check_recomputation,
     difference,
-    hold_dropout,
-    hold_first_weights,
-    hold_model,
-    hold_recomputation,
     summed_loss,
 )  # fmt: skip
 
 EPOCH = 2  # global batches of the proof, so that its third step begins another epoch
-MOST_EPOCHS = 40  # of two samples, whose order is alike by chance in one of two
+MOST_EPOCHS = 40  # of two samples, whose order is equal by chance in one of two
 
 
-def hold_what_is_shared(lab: Lab) -> None:
+def check_shared_parts(lab: Lab) -> None:
     """All statements, on rank 0; nothing without the proof, or where a mode trains nothing."""
     if not lab.config.proof or not lab.mode.audits or lab.rank:
         return
     lab.at(0, "statements of what ranks and one process share")
     batches = lab.batches(torch.float64, proof=True)
-    hold_data(lab, batches)
-    hold_optimizer(lab)
+    check_data(lab, batches)
+    check_optimizer(lab)
     if all(type(layer) in STATED for layer in lab.mode.model(lab.config, lab.config.seed).layers):
-        hold_first_weights(lab)
-        hold_model(lab, batches)
-        hold_loss(lab, everyones(lab, batches))
-    hold_dropout(lab, batches)
+        check_first_weights(lab)
+        check_model(lab, batches)
+        check_loss(lab, everyones(lab, batches))
+    check_dropout(lab, batches)
     if lab.config.recompute:
-        hold_recomputation(lab)
+        check_recomputation(lab)
 
 
 # --- the loss ---
 
 
-def hold_loss(lab: Lab, parts: list[Microbatch]) -> None:
+def check_loss(lab: Lab, parts: list[Microbatch]) -> None:
     """What all shards' microbatches add up to is torch's own mean over the whole batch, at scores that are drawn."""
     for dtype in dict.fromkeys([torch.float64, getattr(torch, lab.config.dtype)]):
         loss, generator, total = lab.model(dtype).loss, torch.Generator().manual_seed(lab.config.seed), 0.0
@@ -88,17 +88,17 @@ def hold_loss(lab: Lab, parts: list[Microbatch]) -> None:
 # --- the data ---
 
 
-def hold_data(lab: Lab, batches: Batches) -> None:
+def check_data(lab: Lab, batches: Batches) -> None:
     parts = everyones(lab, batches)
     terms = sum(each.targets.numel() * each.share for each in parts)
     lab.check("shares", abs(terms - 1), TOLERANCE, detail="a batch's, added up over all terms")
-    hold_shards(lab, batches, parts)
-    hold_epochs(lab, batches)
+    check_shards(lab, batches, parts)
+    check_epochs(lab, batches)
     if reads_text(lab.config.model):
         off = misread(lab, batches)
         lab.check("targets", off, 0, detail="bytes of samples that are not the text's next ones")
     elif not is_own(lab.config.model):
-        hold_points(lab, batches)
+        check_points(lab, batches)
 
 
 def everyones(lab: Lab, batches: Batches) -> list[Microbatch]:
@@ -106,8 +106,8 @@ def everyones(lab: Lab, batches: Batches) -> list[Microbatch]:
     return [part for shard in range(shards) for part in batches.microbatches(0, shard, shards)]
 
 
-def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
-    """The rows that are dealt are those of the batch; where shards can be uneven, they are, and microbatches too."""
+def check_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
+    """The assigned rows are those of the batch; where shards can be uneven, they are, and microbatches too."""
     shards, accumulated = lab.mesh.size("dp"), lab.config.num_microbatches
     whole = batches.full(0)
     missing = rows_of([whole]) - rows_of(parts)
@@ -117,8 +117,8 @@ def hold_shards(lab: Lab, batches: Batches, parts: list[Microbatch]) -> None:
     if not isinstance(batches, PartedBatches):  # whose microbatches are all shards' together
         divided = [each for each in sizes if sum(each) > len(each) > 1]
         even = even or any(len(set(each)) == 1 for each in divided)
-    told = ", ".join(" + ".join(map(str, each)) for each in sizes)
-    detail = f"samples missing or twice, of shards of {told}{', even where they need not be' * even}"
+    sizes_text = ", ".join(" + ".join(map(str, each)) for each in sizes)
+    detail = f"samples missing or twice, of shards of {sizes_text}{', even where they need not be' * even}"
     lab.check("shards", missing.total() + surplus.total() + even, 0, detail=detail)
 
 
@@ -130,7 +130,7 @@ def rows_of(parts: Iterable[Microbatch]) -> Counter[bytes]:
     )
 
 
-def hold_epochs(lab: Lab, batches: Batches) -> None:
+def check_epochs(lab: Lab, batches: Batches) -> None:
     """Two epochs of the proof hold each sample once, not all epochs are in one order, nor two seeds; the first and the
     last batch of an epoch that is timed have nothing in common."""
     config, batch = lab.config, batches.batch
@@ -155,18 +155,18 @@ def hold_epochs(lab: Lab, batches: Batches) -> None:
 
 def misread(lab: Lab, batches: Batches) -> int:
     """Bytes of the first batch that are not the text's: sample i is its bytes from i·S on, a target the one behind."""
-    given, seq = data.read_text(lab.config), lab.config.seq
+    text, seq = data.read_text(lab.config), lab.config.seq
     whole, wrong = batches.full(0), 0
     for number, inputs, targets in zip(batches.full_ids(0), whole.inputs.tolist(), whole.targets.tolist(), strict=True):
         start = number * seq
-        if start + seq < len(given):  # a short text is read over again
-            wanted = given[start : start + seq + 1]
+        if start + seq < len(text):  # a short text is read over again
+            wanted = text[start : start + seq + 1]
             pairs = zip([*inputs, *targets], [*wanted[:-1], *wanted[1:]], strict=False)
             wrong += sum(one != other for one, other in pairs) + abs(len(inputs) - seq) + abs(len(targets) - seq)
     return wrong
 
 
-def hold_points(lab: Lab, batches: Batches) -> None:
+def check_points(lab: Lab, batches: Batches) -> None:
     """x is uniform in (-1, 1), y - 2x - 1 normal with a deviation of 0.1."""
     whole = batches.full(0)
     x, noise = whole.inputs.flatten(), (whole.targets - 2 * whole.inputs - 1).flatten()
@@ -184,7 +184,7 @@ def hold_points(lab: Lab, batches: Batches) -> None:
 # --- the optimizer ---
 
 
-def hold_optimizer(lab: Lab) -> None:
+def check_optimizer(lab: Lab) -> None:
     """Three steps of it from weights that are drawn, along gradients that are: w - lr·g, or AdamW (Loshchilov and
     Hutter 2019, algorithm 2, with the published 0.9, 0.999, 1e-8 and torch's decay of 0.01)."""
     generator, lr = torch.Generator().manual_seed(lab.config.seed), lab.config.learning_rate

@@ -1,4 +1,4 @@
-"""The timed pass is held: what only float32 does, or only the timed strategies, fails by the name of its check.
+"""The timed pass is checked: what only float32 does, or only the timed strategies, fails by the name of its check.
 
 Each fault spares float64, so that the proof sees none of them.
 """
@@ -98,11 +98,11 @@ class Drifts(Replica):
 
 
 class SkipsOneUpdate(Replica):
-    taken = 0
+    steps_done = 0
 
     def update(self) -> None:
-        self.taken += 1
-        if self.taken != 2:  # a step that no audit looks at
+        self.steps_done += 1
+        if self.steps_done != 2:  # a step that is not audited
             super().update()
 
 
@@ -143,7 +143,9 @@ KIND: dict[str, tuple[type[Replica], dict[str, str], str]] = {
     "leaves_one_update_out": (SkipsOneUpdate, {}, "timed losses"),
     "never_updates_in_bfloat16": (NeverUpdates, {"LAB_DTYPE": "bfloat16"}, "timed losses"),
 }
-FAULTS = {name: (Instead(("flat",), {"Faulty": kind}), given, check) for name, (kind, given, check) in KIND.items()} | {
+FAULTS = {
+    name: (Instead(("flat",), {"Faulty": kind}), settings, check) for name, (kind, settings, check) in KIND.items()
+} | {
     "stays_at_batch_0": (Instead(batches=FirstBatch), {}, "timed losses"),
     "masters_never_reach_16_bits": (
         Instead(("zero2",), {"Zero": never_publishes}),
@@ -154,33 +156,37 @@ FAULTS = {name: (Instead(("flat",), {"Faulty": kind}), given, check) for name, (
 }
 
 
-def mode(fault: str | None, held: dict[str, Held] | None = None) -> Mode:
+def mode(fault: str | None, references: dict[str, Held] | None = None) -> Mode:
     """Two variants, one of them made with the fault."""
 
     def run(lab: Lab) -> None:
-        proofs = {name: lambda name, build: None for name in held or {}}
-        measure(lab, proofs=proofs, references=held)
+        proofs = {name: lambda name, build: None for name in references or {}}
+        measure(lab, proofs=proofs, references=references)
 
     made = {fault: Mistake("", "", FAULTS[fault][0])} if fault else {}
     return Mode(variants=(Variant("flat", flat), Variant("zero2", zero2)), run=run, mistakes=made).mistaken(fault)
 
 
 def checks_of(
-    group: dist.ProcessGroup, settings: dict[str, str], folder: str, fault: str | None, held: dict[str, Held] | None
+    group: dist.ProcessGroup,
+    settings: dict[str, str],
+    folder: str,
+    fault: str | None,
+    references: dict[str, Held] | None,
 ) -> list[str]:
     rotated = timed.rotated
     timed.rotated = without_step_3 if fault == "leaves_a_step_out" else rotated
     try:
-        return one_rank(group, settings, folder, mode(fault, held))
+        return one_rank(group, settings, folder, mode(fault, references))
     finally:
         timed.rotated = rotated
 
 
 def ran(
-    ranks: Ranks, folder: Path, fault: str | None, given: dict[str, str], held: dict[str, Held] | None = None
+    ranks: Ranks, folder: Path, fault: str | None, extra: dict[str, str], references: dict[str, Held] | None = None
 ) -> Run:
-    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | SIZES | given
-    lines = ranks(2, checks_of, settings, str(folder), fault, held)
+    settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} | SIZES | extra
+    lines = ranks(2, checks_of, settings, str(folder), fault, references)
     return judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
 
 
@@ -190,16 +196,16 @@ def failed(run: Run) -> set[str]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_float32_alone_is_seen_by_name(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    where, given, check = FAULTS[fault]
-    run = ran(ranks, tmp_path, fault, given)
+    where, extra, check = FAULTS[fault]
+    run = ran(ranks, tmp_path, fault, extra)
     assert check in failed(run)
     assert not failed(run) & {"losses", "gradients", "weights", "optimizer state"}, "the proof in float64 saw it too"
     wrong = {entry["variant"] for entry in run["checks"] if not entry["passed"]}
-    assert wrong == (set(where.variants) or {"flat", "zero2"}), "the variant that is right is held too"
+    assert wrong == (set(where.variants) or {"flat", "zero2"}), "the right variant is checked too"
 
 
 @pytest.mark.parametrize(
-    "given",
+    "extra",
     [
         {},
         ADAMW | {"LAB_CLIP": "0.05"},
@@ -210,21 +216,21 @@ def test_a_fault_of_float32_alone_is_seen_by_name(ranks: Ranks, tmp_path: Path, 
     ],
     ids=["sgd", "adamw clipped", "bfloat16 in microbatches", "line in float64", "one step", "losses without end"],
 )
-def test_what_is_right_is_held(ranks: Ranks, tmp_path: Path, given: dict[str, str]) -> None:
-    run = ran(ranks, tmp_path, None, given)
+def test_right_variants_pass(ranks: Ranks, tmp_path: Path, extra: dict[str, str]) -> None:
+    run = ran(ranks, tmp_path, None, extra)
     assert not failed(run)
     names = {check["name"] for check in run["checks"] if check["variant"] == "zero2"}
     assert names >= {"timed losses", "audited loss", "audited weights", "timed steps", "timed replicas"}
 
 
-def test_what_is_not_one_process_is_shown_or_held_to_what_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_variants_unlike_one_process_are_informational_or_have_a_reference(ranks: Ranks, tmp_path: Path) -> None:
     run = ran(ranks, tmp_path, "sums_twice", {}, {"flat": Held(why="sums twice on purpose")})
     assert failed(run) == set()
     (shown,) = [each for each in run["comparisons"] if each["name"] == "last timed loss"]
     assert (shown["variant"], shown["decides"]) == ("flat", False)
 
 
-def test_without_the_proof_steps_and_replicas_alone_are_held(ranks: Ranks, tmp_path: Path) -> None:
+def test_without_the_proof_only_steps_and_replicas_are_checked(ranks: Ranks, tmp_path: Path) -> None:
     run = ran(ranks, tmp_path, "never_updates", {"LAB_PROOF": "0"})
     assert {check["name"] for check in run["checks"]} == {"timed steps", "timed replicas"}
     assert not run["proven"]

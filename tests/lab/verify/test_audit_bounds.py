@@ -1,4 +1,4 @@
-"""What an audited step, a curve and a number of steps are held to: each formula and each bound, by hand."""
+"""What an audited step, a curve and a number of steps are compared with: each formula and each bound, by hand."""
 
 import math
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from distlab.techniques.collectives.sharded_tensor import LocalShard
 
 pytestmark = pytest.mark.timeout(60)
 
-# How far rounding alone may lead ranks from one process: what a twin is off by, and when nothing can be compared.
+# How far rounding alone may lead ranks from one process: how far a twin is off, and when nothing can be compared.
 
 NAN = math.nan
 
@@ -41,7 +41,7 @@ NAN = math.nan
         ([4.0, 3.0], [4.0, 2.75], 0.0, [0.0, 2.0]),
         ([4.0, -1.0], [4.0, -1.0], 0.25, [1.0, 1.0]),  # units of the largest loss so far
         ([-4.0, 8.0], [-4.0, 8.5], 0.25, [1.0, 6.0]),
-        ([4.0, NAN, 1.0], [4.0, 1.0, 1.0], 0.25, [1.0]),  # from a loss that is no number on nothing is held
+        ([4.0, NAN, 1.0], [4.0, 1.0, 1.0], 0.25, [1.0]),  # from a loss that is no number on nothing is compared
         ([1.0, 1.0], [math.inf, 1.0], 0.25, []),
         ([], [], 0.25, []),
     ],
@@ -56,21 +56,21 @@ def test_what_is_allowed_never_shrinks(
     ("dtype", "eps", "world_size", "parts"),
     [(torch.float64, 2.0**-52, 2, 6), (torch.float32, 2.0**-23, 2, 6), (torch.bfloat16, 2.0**-23, 1, 3)],
 )
-def test_what_ranks_may_be_off_is_8_times_what_a_twin_is_and_a_unit_of_the_root_of_all_terms(
+def test_the_bound_is_8_times_the_twins_difference_and_a_unit_of_the_root_of_all_terms(
     dtype: torch.dtype, eps: float, world_size: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of 5 samples of 20 terms, a root of 10; the twin adds up in as many parts as ranks and microbatches.
     Batches that go through the one process are counted, while the others wait."""
-    asked, told, work = list[tuple[int, int]](), list[str](), Work()
+    calls, printed, work = list[tuple[int, int]](), list[str](), Work()
 
     def train(
         model: nn.Module, _batches: object, _config: object, steps: int, *, masters: bool, parts: int = 1
     ) -> Losses:
-        asked.append((steps, parts))
+        calls.append((steps, parts))
         assert masters
         for _ in range(steps):
             model(torch.ones(1, dtype=dtype))
-            told.append(work.progress_text().partition(",")[0])
+            printed.append(work.progress_text().partition(",")[0])
         return Losses([-4.0, 3.0], {"w": torch.tensor([3.0, 4.0 if parts == 1 else 4.5])})
 
     monkeypatch.setattr("distlab.lab.workload.reference.losses", train)
@@ -80,16 +80,16 @@ def test_what_ranks_may_be_off_is_8_times_what_a_twin_is_and_a_unit_of_the_root_
         exchange=SimpleNamespace(everyone=lambda *_: [[], [-4.0, 3.5], []]),
     )  # fmt: skip
     batches: Any = SimpleNamespace(batch=5, samples=SimpleNamespace(terms=20))
-    alone = one_process(lab, batches, dtype, masters=True)
-    assert alone is not None
-    assert asked[:2] == [(2, 1), (1, parts)]
-    assert told[:2] == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]
-    assert (alone.losses, alone.gradients) == ([-4.0, 3.0], {"w": 5.0})
-    assert alone.rounding["w"] - 4.0 == pytest.approx(10 * eps * 5.0, rel=1e-3 if eps > 1e-9 else 0.1)
-    assert alone.allowed == pytest.approx([10 * eps * 4.0, 4.0 + 10 * eps * 4.0], rel=1e-12, abs=0.0)
+    run = one_process(lab, batches, dtype, masters=True)
+    assert run is not None
+    assert calls[:2] == [(2, 1), (1, parts)]
+    assert printed[:2] == [f" ({done} of 2 steps while the others wait)" for done in (1, 2)]
+    assert (run.losses, run.gradients) == ([-4.0, 3.0], {"w": 5.0})
+    assert run.rounding["w"] - 4.0 == pytest.approx(10 * eps * 5.0, rel=1e-3 if eps > 1e-9 else 0.1)
+    assert run.allowed == pytest.approx([10 * eps * 4.0, 4.0 + 10 * eps * 4.0], rel=1e-12, abs=0.0)
 
 
-# An update by its formula, held against torch's optimizers, and what each wrong line of one is off by.
+# An update by its formula, compared with torch's optimizers, and what each wrong line of one is off by.
 
 SIZE, STEPS = 301, 5
 TYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -110,16 +110,16 @@ def torch_trained(dtype: torch.dtype, **options: float) -> tuple[dict[str, Tenso
     for step in range(STEPS):
         weight.grad = drawn(dtype, step + 1)
         before = {name: value.clone() for name, value in optimizer.state[weight].items()}
-        stood = weight.detach().clone()
+        start = weight.detach().clone()
         optimizer.step()
     after = {name: value.clone() for name, value in optimizer.state[weight].items()}
-    return before, after, [stood, drawn(dtype, STEPS), weight.detach().clone()]
+    return before, after, [start, drawn(dtype, STEPS), weight.detach().clone()]
 
 
-def adamw_shares(dtype: torch.dtype, **options: float) -> dict[str, float]:
+def adamw_ratios(dtype: torch.dtype, **options: float) -> dict[str, float]:
     before, after, (weight, gradient, found) = torch_trained(dtype, **options)
-    held = adamw(weight, gradient, before, found, after, STEPS - 1, 0.0, config_of(LAB_OPTIMIZER="adamw"))
-    return {name: each.share for name, each in held.items()}
+    offs = adamw(weight, gradient, before, found, after, STEPS - 1, 0.0, config_of(LAB_OPTIMIZER="adamw"))
+    return {name: each.share for name, each in offs.items()}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -127,22 +127,22 @@ def test_torchs_sgd_is_within_what_rounding_allows_and_another_rate_is_not(dtype
     weight, gradient = drawn(dtype, 0), drawn(dtype, 1)
     stepped = nn.Parameter(weight.clone())
     stepped.grad = gradient.clone()
-    for rate, holds in ((0.05, True), (0.1, False), (0.0, False)):
+    for rate, passes in ((0.05, True), (0.1, False), (0.0, False)):
         stepped.data.copy_(weight)
         torch.optim.SGD([stepped], lr=rate).step()
-        assert (sgd(weight, gradient, stepped.detach(), 0.0, config_of())["weights"].share <= 1) == holds
+        assert (sgd(weight, gradient, stepped.detach(), 0.0, config_of())["weights"].share <= 1) == passes
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_torchs_adamw_is_within_what_rounding_allows(dtype: torch.dtype) -> None:
-    assert max(adamw_shares(dtype).values()) <= 1
+    assert max(adamw_ratios(dtype).values()) <= 1
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.1}, {"weight_decay": 0.0}, {"eps": 1e-3}], ids=str)
 def test_another_rate_no_decay_or_another_epsilon_is_off_in_the_weights(options: dict[str, float]) -> None:
-    shares = adamw_shares(torch.float32, **options)
-    assert shares["weights"] > 10
-    assert shares["optimizer"] <= 1
+    ratios = adamw_ratios(torch.float32, **options)
+    assert ratios["weights"] > 10
+    assert ratios["optimizer"] <= 1
 
 
 def test_moments_of_another_gradient_and_an_optimizer_made_anew_are_seen() -> None:
@@ -224,7 +224,7 @@ def test_an_optimizer_that_counts_otherwise_is_another(before: float, after: flo
 
 # An audited step judged: of one process the norms of the first gradients, 3 and 4, and their rounding.
 
-ALONE = ReferenceRun([9.0, 9.0, 9.0], [0.5, 1.0, 2.0], {"w": 3.0, "b": 4.0}, {"w": 0.1, "b": 0.2})
+REFERENCE = ReferenceRun([9.0, 9.0, 9.0], [0.5, 1.0, 2.0], {"w": 3.0, "b": 4.0}, {"w": 0.1, "b": 0.2})
 BEFORE = {"w": one(1.0), "b": one(2.0)}
 
 
@@ -232,7 +232,7 @@ def audited(step: int, loss: float, wanted: float, w: float, b: float, after: di
     """What is found of a step of SGD with the gradients `w` and `b`."""
     audit: Audit = object.__new__(Audit)
     lab: Any = SimpleNamespace(config=config_of())
-    audit.lab, audit.references, audit.found, audit.not_finite = lab, {"flat": ALONE}, {"flat": Worst()}, {}
+    audit.lab, audit.references, audit.found, audit.not_finite = lab, {"flat": REFERENCE}, {"flat": Worst()}, {}
     gradients: Any = lambda *_: (wanted, {"w": one(w), "b": one(b)})  # noqa: E731
     audit._gradient = gradients  # type: ignore[method-assign]
     states = ({name: {"weights": weight} for name, weight in of.items()} for of in (BEFORE, after))
@@ -244,7 +244,7 @@ def audited(step: int, loss: float, wanted: float, w: float, b: float, after: di
     ("w", "b", "grown"),
     [(3.0, -4.0, (1.0, 1.0)), (0.3, 0.4, (1.0, 1.0)), (6.0, 8.0, (2.0, 2.0)), (9.0, 4.0, (3.0, math.sqrt(97) / 5))],
 )
-def test_a_step_is_held_to_the_rounding_of_its_own_gradient(w: float, b: float, grown: tuple[float, float]) -> None:
+def test_a_step_is_bounded_by_the_rounding_of_its_own_gradient(w: float, b: float, grown: tuple[float, float]) -> None:
     """Which grows with the norm of all or of its own, and does not shrink; 1 and 2 were to lose a 20th of it."""
     for name, others, rounding in (("w", {"b": one(2.0 - b / 20)}, 0.1 * grown[0]),
                                    ("b", {"w": one(1.0 - w / 20)}, 0.2 * grown[1])):  # fmt: skip
@@ -274,12 +274,12 @@ def test_what_of_a_step_has_no_number_or_is_missing() -> None:
 
 def test_a_gradient_is_computed_anew_for_other_weights_or_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is clipped as the run is."""
-    asked: list[tuple[float, str, float]] = []
+    calls: list[tuple[float, str, float]] = []
 
     def backward(model: nn.Linear, batch: str, clip: float) -> tuple[float, None]:
-        asked.append((model.weight.item(), batch, clip))
+        calls.append((model.weight.item(), batch, clip))
         model.weight.grad = torch.ones(1, 1)
-        return float(len(asked)), None
+        return float(len(calls)), None
 
     monkeypatch.setattr("distlab.lab.workload.reference.backward", backward)
     monkeypatch.setattr(
@@ -293,7 +293,7 @@ def test_a_gradient_is_computed_anew_for_other_weights_or_another_batch(monkeypa
     losses = [audit._gradient({"w": {"weights": one(w)}}, step)[0] for w, step in
               ((3.0, 7), (3.0, 7), (4.0, 7), (4.0, 8), (3.0, 8))]  # fmt: skip
     assert losses == [1.0, 1.0, 2.0, 3.0, 4.0]
-    assert asked == [(3.0, "7", 0.5), (4.0, "7", 0.5), (4.0, "8", 0.5), (3.0, "8", 0.5)]
+    assert calls == [(3.0, "7", 0.5), (4.0, "7", 0.5), (4.0, "8", 0.5), (3.0, "8", 0.5)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -309,26 +309,26 @@ def test_what_is_gathered_is_on_rank_0_and_by_parameter(rank: int) -> None:
 # What decides, of made-up curves and numbers of steps.
 
 
-def decided(**given: Any) -> tuple[TimedPassChecks, list[Any]]:
-    said: list[Any] = []
+def decided(**fields: Any) -> tuple[TimedPassChecks, list[Any]]:
+    written: list[Any] = []
 
     def say(name: str, *values: Any, **words: Any) -> None:
-        said.append((name, *values[:3], *(words[each] for each in ("shown",) if each in words)))
+        written.append((name, *values[:3], *(words[each] for each in ("shown",) if each in words)))
 
     checks: TimedPassChecks = object.__new__(TimedPassChecks)
     checks.lab = SimpleNamespace(check=say, compare=say, waive=say, mode=SimpleNamespace(by_torch={"ddp"}))  # type: ignore[assignment]
     checks.references = {"flat": Held(), "ddp": Held(), "odd": Held(why="it is odd")}
     checks.masters = {"flat": False, "ddp": False}
-    checks.single_process = {False: given.pop("reference", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
+    checks.single_process = {False: fields.pop("reference", ReferenceRun([9.0, 8.0, 7.0], [0.5, 0.5, 2.0], {}, {}))}
     checks.starts, checks.ends = dict.fromkeys(checks.references, 1), dict.fromkeys(checks.references, 3)
     checks.audit = SimpleNamespace(steps={"flat": [0, 1, 2]}, done={"flat": [1, 2]})  # type: ignore[assignment]
-    for name, value in given.items():
+    for name, value in fields.items():
         setattr(checks, name, value)
-    return checks, said
+    return checks, written
 
 
 @pytest.mark.parametrize(
-    ("name", "curve", "said"),
+    ("name", "curve", "written"),
     [
         ("flat", [9.0, 7.75, 6.0], ("timed losses", 1.0, 2.0, "flat")),  # 0.25 of 0.5 is as large a share, and less
         ("flat", [8.5, 8.0, 6.0], ("timed losses", 0.5, 0.5, "flat")),
@@ -341,13 +341,13 @@ def decided(**given: Any) -> tuple[TimedPassChecks, list[Any]]:
         ("odd", [1.0, 1.0, None], None),
     ],
 )
-def test_a_curve_is_held_step_by_step(name: str, curve: list[float | None], said: Any) -> None:
+def test_a_curve_is_compared_step_by_step(name: str, curve: list[float | None], written: Any) -> None:
     checks, found = decided()
     checks._losses(name, curve)
-    assert found == ([said] if said else [])
+    assert found == ([written] if written else [])
 
 
-def test_a_run_that_ends_before_the_one_process_is_held_up_to_its_end() -> None:
+def test_a_run_that_ends_before_the_one_process_is_compared_up_to_its_end() -> None:
     checks, found = decided(ends={"flat": 2})
     checks._losses("flat", [9.0, 8.25])
     assert found == [("timed losses", 0.25, 0.5, "flat")]
@@ -364,7 +364,7 @@ def test_steps_that_were_not_done_or_audited_are_missing(done: int, audited_step
     assert found == [("timed steps", missing, 0)]
 
 
-# Which weights of a rank are held against those of others.
+# Which weights of a rank are compared with those of others.
 
 
 def differing(first: float, second: float, offset: int = 0) -> float:
@@ -390,5 +390,5 @@ def differing(first: float, second: float, offset: int = 0) -> float:
     return found["timed replicas"]
 
 
-def test_replicas_of_a_slice_hold_the_same_and_other_parts_are_not_compared() -> None:
+def test_replicas_of_a_slice_must_be_equal_and_other_parts_are_not_compared() -> None:
     assert (differing(2.0, 2.0), differing(2.0, 3.0), differing(2.0, 3.0, offset=2)) == (0, 1, 0)

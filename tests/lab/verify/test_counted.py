@@ -41,10 +41,10 @@ def test_a_layer_that_is_computed_again_is_passed_twice(name: str) -> None:
 
 def test_a_layer_that_is_not_computed_again_is_seen() -> None:
     passes, *_ = passed("mlp", recompute=False)
-    said: list[Any] = []
-    lab: Any = SimpleNamespace(check=lambda name, off, tolerance, **_: said.append((name, off, tolerance)))
+    written: list[Any] = []
+    lab: Any = SimpleNamespace(check=lambda name, off, tolerance, **_: written.append((name, off, tolerance)))
     check_passes(lab, "flat", passes)
-    assert said == [("computed again", 2 * DEPTH, 0)]
+    assert written == [("computed again", 2 * DEPTH, 0)]
 
 
 @pytest.mark.parametrize(("recompute", "enough"), [(True, True), (False, False)])
@@ -54,7 +54,7 @@ def test_what_is_alive_between_two_passes(recompute: bool, enough: bool) -> None
     kept: list[Any] = []
     if not recompute:  # as if all that a layer saves stayed
         for layer in model.layers:
-            layer.register_forward_hook(lambda _, given, out: kept.append([given[0] * each for each in range(8)]))
+            layer.register_forward_hook(lambda _, args, out: kept.append([args[0] * each for each in range(8)]))
     seen = Alive(list(model.layers), torch.device("cpu"))
     with seen.storages:
         seen.begin(inputs)
@@ -62,12 +62,12 @@ def test_what_is_alive_between_two_passes(recompute: bool, enough: bool) -> None
     assert (seen.worst <= 4) == enough
 
 
-# Microbatches that a rank holds beside what its schedule allows, of both kinds of strategies that have stages.
+# Microbatches that a rank keeps compared with what its schedule allows, of both kinds of strategies that have stages.
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def claims(kind: type, held: int | None, schedule: str, chunks: int = 1) -> list[bool]:
+def claims(kind: type, kept: int | None, schedule: str, chunks: int = 1) -> list[bool]:
     """What the second of three stages, of five microbatches, claims."""
     made: list[bool] = []
 
@@ -77,7 +77,7 @@ def claims(kind: type, held: int | None, schedule: str, chunks: int = 1) -> list
     mesh = SimpleNamespace(size=lambda _axis: 3, index=lambda _axis: 1)
     lab: Any = SimpleNamespace(check=check, mesh=mesh, config=SimpleNamespace(num_microbatches=5))
     strategy: Any = object.__new__(kind)
-    strategy.engine = SimpleNamespace(most_in_flight=held)
+    strategy.engine = SimpleNamespace(most_in_flight=kept)
     strategy.parts = SimpleNamespace(stages=[*range(chunks)])
     check_in_flight(lab, "any", strategy, schedule)
     return made
@@ -99,7 +99,7 @@ def test_of_an_engine_that_does_not_count_nothing_is_claimed() -> None:
     assert claims(Pipelined, None, "1f1b") == []
 
 
-# What a strategy keeps: the most of its microbatches, which are held one at a time.
+# What a strategy keeps: the most of its microbatches, which are made one at a time.
 
 
 # One process's passes: what happens in them, in which order, and what is alive then.
@@ -135,21 +135,21 @@ def test_what_was_there_before_may_end_meanwhile() -> None:
     lab, left = lab_of(), [torch.ones(1000)]
     dealt = lab.microbatches
 
-    def deal(batches: Batches, step: int) -> Any:
+    def assign_and_drop(batches: Batches, step: int) -> Any:
         left.clear()
         return dealt(batches, step)
 
-    lab.microbatches = deal
+    lab.microbatches = assign_and_drop
     assert outlined(lab) == outlined(lab_of())
 
 
-def test_two_microbatches_pass_one_after_the_other_and_hold_less() -> None:
+def test_two_microbatches_pass_one_after_the_other_and_keep_less() -> None:
     one, two = (max(each.highest for each in outlined(lab_of(LAB_MICROBATCHES=number))) for number in ("1", "2"))
     assert two < one
 
 
 @pytest.mark.parametrize("way", [{"again": True}, {"recompute": True}])
-def test_what_is_computed_again_is_not_held(way: dict[str, Any]) -> None:
+def test_recomputed_layers_are_not_kept(way: dict[str, Any]) -> None:
     lab = lab_of(LAB_BATCH="32")
     assert max(each.highest for each in outlined(lab, **way)) < 0.7 * max(each.highest for each in outlined(lab))
 

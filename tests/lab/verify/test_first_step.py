@@ -1,4 +1,4 @@
-"""The told step: for whom a rank waited, and what lies in the memory that it sends."""
+"""The logged step: for which rank a rank waited, and which parameters are in the memory that it sends."""
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ def last(calls: list[list[list[object]]], me: int) -> list[tuple[int, float]]:
     return last_to_enter(calls, [keys_of(of_rank) for of_rank in calls], me)
 
 
-def test_who_came_last_to_a_collective_and_who_sent() -> None:
+def test_the_last_rank_of_a_collective_and_the_sender_of_a_message() -> None:
     assert last(CALLS, 1) == [(2, 4.0), (0, 2.0)]
-    assert last(CALLS, 2) == [(2, 4.0)], "who comes last waits for nobody"
-    assert last(CALLS, 0) == [(2, 4.0), (0, 2.0)], "a send waits for nobody"
+    assert last(CALLS, 2) == [(2, 4.0)], "the last rank waits for no other"
+    assert last(CALLS, 0) == [(2, 4.0), (0, 2.0)], "a send waits for no rank"
 
 
 def test_the_second_collective_of_a_group_is_the_second_of_each_rank() -> None:
@@ -33,7 +33,7 @@ def test_the_second_collective_of_a_group_is_the_second_of_each_rank() -> None:
     assert last(twice, 1) == [(1, 2.0), (0, 5.0)]
 
 
-def test_a_call_of_a_rank_that_has_left_is_waited_for_by_nobody() -> None:
+def test_no_rank_waits_for_a_rank_that_has_left() -> None:
     assert last([CALLS[0], CALLS[1], []], 1)[0] == (1, 1.5)
 
 

@@ -85,8 +85,8 @@ class OnDevice(DispatchMode):
     """Refuses collectives of the CPU's tensors, as NCCL does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in OPERATIONS and (given := [each for each in tree_leaves(args) if is_of_cpu(each)]):
-            raise RuntimeError(f"{func._schema.name} is given {len(given)} tensors of the CPU")
+        if func._schema.name in OPERATIONS and (on_cpu := [each for each in tree_leaves(args) if is_of_cpu(each)]):
+            raise RuntimeError(f"{func._schema.name} gets {len(on_cpu)} tensors of the CPU")
         return func(*args, **(kwargs or {}))
 
 
@@ -125,7 +125,7 @@ def test_a_step_takes_nothing_of_the_cpu(alone_of_two: dist.ProcessGroup, name: 
 
 
 def test_a_step_that_takes_something_of_the_cpu_is_seen(alone_of_two: dist.ProcessGroup) -> None:
-    refuses = pytest.raises(RuntimeError, match="allreduce_ is given 1 tensors of the CPU")
+    refuses = pytest.raises(RuntimeError, match="allreduce_ gets 1 tensors of the CPU")
     with OnDevice(), refuses:  # type: ignore[no-untyped-call]
         dist.all_reduce(torch.ones(3), group=alone_of_two)
     with pytest.raises(RuntimeError, match="device"):
@@ -140,13 +140,13 @@ def test_where_the_wire_is_not_visible_called_bytes_decide(ranks: Ranks, tmp_pat
     assert "wire bytes" not in names
 
 
-def test_a_ledger_that_is_told_so_looks_at_no_socket() -> None:
-    asked: list[str] = []
-    ledger = Ledger(0, 2, lambda key, value: asked.append(key) or [value], unseen="nobody sees it")  # type: ignore[func-returns-value]
+def test_a_ledger_can_ignore_sockets() -> None:
+    requests: list[str] = []
+    ledger = Ledger(0, 2, lambda key, value: requests.append(key) or [value], unseen="not visible")  # type: ignore[func-returns-value]
     with ledger.count() as traffic:
         pass
-    assert traffic.wire_error == "nobody sees it"
-    assert (traffic.wire, asked) == ({}, [])
+    assert traffic.wire_error == "not visible"
+    assert (traffic.wire, requests) == ({}, [])
 
 
 def shared_card(name: str, **more: str) -> Config:
@@ -171,6 +171,6 @@ def test_what_dies_of_gloo_on_a_card_is_left_out(name: str, variant: str) -> Non
 
 
 def test_one_rank_makes_no_call_of_nccl() -> None:
-    alone = Config.read(TINY | {"RUN_MODE": "fsdp", "WORLD_SIZE": "1", "LAB_BACKEND": "nccl"})
-    calls = {each.variant: each.calls for each in load("fsdp").predict(alone) if each.name == "wire bytes"}
+    config = Config.read(TINY | {"RUN_MODE": "fsdp", "WORLD_SIZE": "1", "LAB_BACKEND": "nccl"})
+    calls = {each.variant: each.calls for each in load("fsdp").predict(config) if each.name == "wire bytes"}
     assert {name: calls[name] for name in ("zero1", "zero2", "zero3")} == {"zero1": 0, "zero2": 0, "zero3": 0}

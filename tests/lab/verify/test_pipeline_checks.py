@@ -27,7 +27,7 @@ def order_of(actions: list[schedules.Action]) -> Order:
 def claims(piped: Piped, *pipelines: schedules.Schedule) -> list[dict[str, bool]]:
     """What each rank claims of pipelines beside each other, a row of ranks along pp each."""
     ranks = [(row, place) for row in range(len(pipelines)) for place in range(len(pipelines[0]))]
-    given: list[Any] = []
+    values: list[Any] = []
 
     def of_rank(row: int, place: int, everyone: list[Any]) -> dict[str, bool]:
         found: dict[str, bool] = {}
@@ -36,7 +36,7 @@ def claims(piped: Piped, *pipelines: schedules.Schedule) -> list[dict[str, bool]
             found[name] = difference <= tolerance
 
         def exchanged(_: str, value: Any) -> list[Any]:
-            given.append(value)
+            values.append(value)
             return everyone
 
         places, sizes = {"dp": row, "pp": place}, {"dp": len(pipelines), "pp": len(pipelines[0])}
@@ -45,13 +45,13 @@ def claims(piped: Piped, *pipelines: schedules.Schedule) -> list[dict[str, bool]
         check_schedule(lab, "any", order_of(pipelines[row][place]), piped)
         return found
 
-    for row, place in ranks:  # what all give
+    for row, place in ranks:  # collects what each rank sends
         of_rank(row, place, [[[row], []]])
-    everyone = list(given)
+    everyone = list(values)
     return [of_rank(row, place, everyone) for row, place in ranks]
 
 
-HELD = {"schedule": True, "bubble on paper": True}
+ALL_PASS = {"schedule": True, "bubble on paper": True}
 ONE = Piped("zb_h1", MANY, [0, 1, 2])
 
 
@@ -61,25 +61,25 @@ MADE = {"1f1b": schedules.one_forward_one_backward, "zb_h1": schedules.zb_h1}
 @pytest.mark.parametrize(("name", "other"), [("1f1b", "zb_h1"), ("zb_h1", "1f1b")])
 def test_each_row_along_pp_is_a_pipeline_of_its_own(name: str, other: str) -> None:
     ran = MADE[name](3, MANY)
-    assert claims(Piped(name, MANY, [0, 1, 2]), ran, ran) == [HELD] * 6
+    assert claims(Piped(name, MANY, [0, 1, 2]), ran, ran) == [ALL_PASS] * 6
     assert not any(found["schedule"] for found in claims(Piped(other, MANY, [0, 1, 2]), ran))
 
 
 def test_passes_out_of_order_fail() -> None:
-    """In one pipeline of two: nobody of it puts it on paper, and the other one holds."""
+    """In one pipeline of two: its ranks do not compare the bubble on paper, and the other one passes."""
     right = schedules.zb_h1(3, MANY)
     wrong = [schedules.split_backwards(actions) for actions in schedules.one_forward_one_backward(3, MANY)]
     found = claims(ONE, right, wrong)
-    assert found[:3] == [HELD] * 3
+    assert found[:3] == [ALL_PASS] * 3
     assert [each["schedule"] for each in found[3:]] == [True, False, False]  # rank 0 puts nothing off
     assert all("bubble on paper" not in each for each in found[3:])
 
 
 def test_an_order_that_waits_fails() -> None:
-    """A V whose gradients of weights come right behind each input's keeps all rules."""
+    """A V whose gradients of weights directly follow each input's keeps all rules."""
     v = schedules.zbv(3, MANY)
     waits = at_once(3, MANY)
     piped = Piped("zbv", MANY, schedules.owners(v))
-    assert claims(piped, v) == [HELD] * 3
-    assert claims(piped, waits) == [HELD | {"bubble on paper": False}] * 3
-    assert claims(piped, v, waits)[:3] == [HELD] * 3
+    assert claims(piped, v) == [ALL_PASS] * 3
+    assert claims(piped, waits) == [ALL_PASS | {"bubble on paper": False}] * 3
+    assert claims(piped, v, waits)[:3] == [ALL_PASS] * 3

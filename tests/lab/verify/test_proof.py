@@ -74,17 +74,17 @@ def run_of(lines: list[list[str]]) -> dict[str, Any]:
 
 
 def of_the_first_step(right: Any) -> Any:
-    """Compared at the first step alone."""
+    """Compared only at the first step."""
 
-    def compare(self: Worst, kind: str, found: Any, wanted: Any, **given: Any) -> None:
-        right(self, kind, found, None if self.times[kind] else wanted, **given)
+    def compare(self: Worst, kind: str, found: Any, wanted: Any, **options: Any) -> None:
+        right(self, kind, found, None if self.times[kind] else wanted, **options)
 
     return compare
 
 
 def one_step(right: Any) -> Any:
-    def begin(self: Batches, *args: Any, **given: Any) -> None:
-        right(self, *args, **given)
+    def begin(self: Batches, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
         self.proof_steps = 1
 
     return begin
@@ -170,10 +170,10 @@ def test_a_replica_of_its_own_is_seen(ranks: Ranks, tmp_path: Path, drift: float
 # What is written of them, of made-up differences: each bound and each sum by hand.
 
 
-def lab_that_notes(**given: Any) -> tuple[Any, list[Any]]:
-    said: list[Any] = []
-    note: Any = lambda *claim, **_: said.append(claim)  # noqa: E731
-    return SimpleNamespace(check=note, rank=1, world_size=2, group=None, **given), said
+def lab_that_notes(**options: Any) -> tuple[Any, list[Any]]:
+    written: list[Any] = []
+    note: Any = lambda *claim, **_: written.append(claim)  # noqa: E731
+    return SimpleNamespace(check=note, rank=1, world_size=2, group=None, **options), written
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_a_proof_allows_rounding_and_counts_its_comparisons(
     rate: float, times: dict[str, int], claims: list[float]
 ) -> None:
     """1e-12, of weights under adamw as much more as the rate is above 0.001; each comparison three times."""
-    lab, said = lab_that_notes(config=SimpleNamespace(learning_rate=rate))
+    lab, written = lab_that_notes(config=SimpleNamespace(learning_rate=rate))
     found = Worst(["gradients", "weights after two steps"])
     found.note("gradients", 2e-12, where="step 1")
     found.note("weights after two steps", 3e-12, where="step 2")
     found.times.clear()
     found.times.update(times)
     write_checks(lab, "flat", found, {"gradients": 3, "weights": 3})
-    assert said == [
+    assert written == [
         ("gradients", 2e-12, 1e-12, "flat", "step 1"),
         ("weights after two steps", 3e-12, pytest.approx(claims[0], abs=0.0), "flat", "step 2"),
         ("proof steps", claims[1], 0),
@@ -218,7 +218,7 @@ class Told:
         yield "w", torch.tensor([base + (self.step if kind == "gradients" else self.updates)])
 
 
-def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Snapshot:
+def snapshot(loss: float, gradient: float, weight: float, state: float = 0.0) -> Snapshot:
     first, second, third = ({"w": torch.tensor([each])} for each in (gradient, weight, state))
     return Snapshot(loss, first, second, third, 0.0)
 
@@ -226,17 +226,17 @@ def alone(loss: float, gradient: float, weight: float, state: float = 0.0) -> Sn
 def lab_that_steps() -> Any:
     return SimpleNamespace(
         rank=0, at=lambda *_: None, microbatches=lambda *_: [], stepped=lambda: None,
-        exchange=SimpleNamespace(gather=lambda _, shares: [shares]),
+        exchange=SimpleNamespace(gather=lambda _, loss_parts: [loss_parts]),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("dense", "worst"),
     [
-        ([alone(3.0, 10.0, 21.0), alone(2.0, 11.0, 22.0)], (0.0, 0.0, 0.0)),
-        ([alone(3.5, 10.0, 21.0), alone(2.25, 11.0, 22.0)], (0.5, 0.0, 0.0)),  # ours are lower
-        ([alone(2.875, 10.0, 21.0), alone(1.75, 11.0, 22.0)], (0.25, 0.0, 0.0)),
-        ([alone(3.0, 10.5, 21.0), alone(2.0, 11.25, 21.0)], (0.0, 0.5, 1.0)),
+        ([snapshot(3.0, 10.0, 21.0), snapshot(2.0, 11.0, 22.0)], (0.0, 0.0, 0.0)),
+        ([snapshot(3.5, 10.0, 21.0), snapshot(2.25, 11.0, 22.0)], (0.5, 0.0, 0.0)),  # ours are lower
+        ([snapshot(2.875, 10.0, 21.0), snapshot(1.75, 11.0, 22.0)], (0.25, 0.0, 0.0)),
+        ([snapshot(3.0, 10.5, 21.0), snapshot(2.0, 11.25, 21.0)], (0.0, 0.5, 1.0)),
     ],
 )  # fmt: skip
 def test_each_step_is_compared_with_that_of_one_process(
@@ -258,7 +258,7 @@ def test_each_step_is_compared_with_that_of_one_process(
 def test_two_tuned_steps_are_compared_in_gradients_state_and_weights() -> None:
     lab = lab_that_steps()
     batches: Any = SimpleNamespace(proof_steps=3)
-    dense = [alone(0.0, 10.0, 21.0, 31.0), alone(0.0, 11.5, 22.25, 32.125)]
+    dense = [snapshot(0.0, 10.0, 21.0, 31.0), snapshot(0.0, 11.5, 22.25, 32.125)]
     found = Worst()
     against(lab, Told(), "flat", batches, dense, found, tuned=True)  # type: ignore[arg-type]
     assert {kind: (off.value, found.times[kind]) for kind, off in found.found.items()} == {
@@ -267,8 +267,8 @@ def test_two_tuned_steps_are_compared_in_gradients_state_and_weights() -> None:
 
 
 def test_losses_are_the_sum_of_what_all_ranks_saw_of_a_step() -> None:
-    shares = [[0.25, None, 1.5], None, [1.0, 0.0, -0.25]]
-    lab: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: shares))
+    loss_parts = [[0.25, None, 1.5], None, [1.0, 0.0, -0.25]]
+    lab: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: loss_parts))
     assert summed_losses(lab, []) == [1.25, 0.0, 1.25]
     nothing: Any = SimpleNamespace(exchange=SimpleNamespace(gather=lambda *_: None))
     assert summed_losses(nothing, []) == []
@@ -288,48 +288,48 @@ def test_a_buffer_that_one_process_leaves_alone_may_not_move(mask: float, seen: 
     for name in ("mask", "seen"):
         model.register_buffer(name, torch.tensor(1.0))
     buffers: WrittenBuffers = object.__new__(WrittenBuffers)
-    said: list[Any] = []
-    note: Any = lambda *claim, **words: said.append((*claim, words["variant"], words["detail"]))  # noqa: E731
+    written: list[Any] = []
+    note: Any = lambda *claim, **words: written.append((*claim, words["variant"], words["detail"]))  # noqa: E731
     buffers.lab, buffers.start, buffers.written = SimpleNamespace(check=note), buffer_hashes(model), {"seen"}  # type: ignore[assignment]
     model.mask, model.seen = torch.tensor(mask), torch.tensor(seen)
     buffers.check("flat", model)
-    ((name, off, tolerance, variant, told),) = said
+    ((name, off, tolerance, variant, found),) = written
     assert (name, off, tolerance, variant) == ("buffers", moved, 0, "flat")
-    assert told.startswith(detail)
+    assert found.startswith(detail)
 
 
 class Shards:
-    """Five steps of the samples 10 s to 10 s + 3, as two ranks are given them; `odd` are those of rank 1."""
+    """Five steps of the samples 10 s to 10 s + 3, as two ranks read them; `of_rank_1` replaces those of rank 1."""
 
     proof_steps = 5
 
-    def __init__(self, odd: dict[int, list[int]]) -> None:
-        self.odd = odd
+    def __init__(self, of_rank_1: dict[int, list[int]]) -> None:
+        self.of_rank_1 = of_rank_1
 
     def sample_ids(self, step: int, shard: int, _shards: int) -> list[int]:
         right = [10 * step + 2 * shard, 10 * step + 2 * shard + 1]
-        return self.odd.get(step, right) if shard else right
+        return self.of_rank_1.get(step, right) if shard else right
 
     def full_ids(self, step: int) -> list[int]:
         return [10 * step + index for index in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("odd", "off"),
+    ("of_rank_1", "off"),
     [
         ({}, 0), ({0: [2, 2, 3]}, 1), ({2: [22]}, 1), ({1: [12, 13, 12, 12]}, 2), ({0: [2, 3, 99, 99]}, 2),
         ({0: [2, 2, 2, 3], 1: [12]}, 2), ({3: []}, 0),  # of a long proof the first three steps are looked at
     ],
 )  # fmt: skip
-def test_each_sample_is_to_be_dealt_once(odd: dict[int, list[int]], off: int) -> None:
-    batches = Shards(odd)
+def test_each_sample_must_be_assigned_once(of_rank_1: dict[int, list[int]], off: int) -> None:
+    batches = Shards(of_rank_1)
 
     def gather(_name: str, mine: list[list[int]]) -> list[list[list[int]]]:
         return [[batches.sample_ids(step, 0, 2) for step in range(len(mine))], mine]
 
-    lab, said = lab_that_notes(batches=lambda *_, **__: batches, exchange=SimpleNamespace(gather=gather))
+    lab, written = lab_that_notes(batches=lambda *_, **__: batches, exchange=SimpleNamespace(gather=gather))
     check_samples(lab)
-    assert said == [("samples", off, 0)]
+    assert written == [("samples", off, 0)]
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,6 @@ def test_replicas_are_compared_with_rank_0s(mine: list[float], differs: float, m
         tensor.copy_(torch.tensor([1.0, -2.0, 3.0]))
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    lab, said = lab_that_notes()
+    lab, written = lab_that_notes()
     check_same(lab, "flat", [torch.tensor(mine[:1]), torch.tensor([mine[1:]])])
-    assert (said, sources) == ([("replicas", differs, 0.0)], [0])
+    assert (written, sources) == ([("replicas", differs, 0.0)], [0])

@@ -93,7 +93,7 @@ def test_a_message_that_is_not_drawn_is_seen(drawn: float, wire: float, holds: l
     ("flat", {"all_reduce"}, [True, True]), ("flat", {"reduce_scatter"}, [True, False]),
     ("mine/own.py:step", {"send"}, [False, False]),
 ])  # fmt: skip
-def test_what_is_ones_own_or_gloos_own_way_is_only_shown(name: str, ops: set[str], decides: list[bool]) -> None:
+def test_own_variants_and_gloos_own_operations_are_informational(name: str, ops: set[str], decides: list[bool]) -> None:
     lab = lab_alone()
     compare_drawn(lab, {name: Drawn(1000.0, 2, frozenset(ops))}, {name: counted(1000.0, 1000.0, 0)["flat"]})
     found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
@@ -109,7 +109,7 @@ def test_a_strategy_says_when_its_steps_repeat(says: dict[str, int], counted_ste
     assert (repeats_after(strategy), ever_repeats(strategy)) == (counted_steps, ever)
 
 
-def test_steps_that_are_never_alike_are_only_shown() -> None:
+def test_steps_that_never_repeat_are_informational() -> None:
     lab = lab_alone()
     compare_drawn(lab, {"ep": Drawn(900.0, 2, repeats=False)}, {"ep": counted(1000.0, 1000.0, 0)["flat"]})
     found = [each for each in lab.journal.records if isinstance(each, records.Comparison)]
@@ -138,7 +138,7 @@ def test_data_is_no_part_of_the_step() -> None:
     assert bounds(spans, offset_s=10) == [15, 19, [["forward", 15, 16]]]
 
 
-def test_the_median_bubble_is_told() -> None:
+def test_the_median_bubble_is_returned() -> None:
     """Two ranks, three steps; rank 1 begins half a second late and computes as long as rank 0 idles."""
 
     def passes(*starts: float) -> dict[str, list[list[list[object]]]]:

@@ -1,4 +1,4 @@
-"""The passes in their order, and when a section of rank 0's log is finished: what is known then is told, not at the
+"""The passes in their order, and when a section of rank 0's log is finished: what is known then is printed, not at the
 end."""
 
 from pathlib import Path
@@ -32,9 +32,7 @@ def sections(group: dist.ProcessGroup, settings: dict[str, str], folder: str) ->
     return found
 
 
-def test_a_section_is_finished_as_soon_as_its_numbers_are_written_on_all_ranks_alike(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_section_is_finished_as_soon_as_its_numbers_are_written_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2, sections, SETTINGS, str(tmp_path))
     assert (
         [name for name, _ in first]
@@ -60,22 +58,22 @@ def counted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
 
 
 def test_recorded_and_counted_steps_belong_to_the_estimate(ranks: Ranks, tmp_path: Path) -> None:
-    told, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
-    proof = [line for line in told if "of the proof" in line]
+    places, _ = ranks(2, counted, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
+    proof = [line for line in places if "of the proof" in line]
     assert proof[:2] == [
         "one process (0 of 9 steps of the proof)",
         "the construction of per_parameter (3 of 9 steps of the proof)",
     ]
     assert proof[-1] == "proof of flat (8 of 9 steps of the proof)"
-    steps = [line for line in told if line.startswith(("per_parameter", "flat"))]
+    steps = [line for line in places if line.startswith(("per_parameter", "flat"))]
     names = ("per_parameter", "flat", "flat", "per_parameter") * 2
     assert steps == [f"{name} ({done} of 20 steps)" for done, name in enumerate(names)]
-    assert "recorded step 2 of flat (13 of 20 steps)" in told and "count of flat (17 of 20 steps)" in told
+    assert "recorded step 2 of flat (13 of 20 steps)" in places and "count of flat (17 of 20 steps)" in places
 
 
-def test_a_variant_is_told_as_proven_before_the_next_one_is_made(ranks: Ranks, tmp_path: Path) -> None:
-    told, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
-    assert told == [
+def test_a_variants_proof_is_printed_before_the_next_one_is_built(ranks: Ranks, tmp_path: Path) -> None:
+    places, _ = ranks(2, proofs, SETTINGS | {"LAB_VARIANT": "per_parameter,flat"}, str(tmp_path))
+    assert places == [
         ("the construction of per_parameter", []),
         ("the construction of flat", ["per_parameter"]),
         ("the end", ["per_parameter", "flat"]),
@@ -110,9 +108,9 @@ def test_the_default_run_is_as_small_as_the_docs_say() -> None:
     ends = timed_ends(lab, mode.names, same_steps=False)  # type: ignore[arg-type]
     top = Path(__file__).parents[3]
     assert "a verdict within 60 s on two cores" in " ".join((top / "README.md").read_text().split())
-    said = " ".join((top / "docs" / "performance.md").read_text().split())
-    assert f"a first run has {config.depth} layers" in said and f"`{slow}`, which sends {calls} tensors a step" in said
-    assert f"takes {ends[slow]} of the {config.steps} timed steps" in said
+    page = " ".join((top / "docs" / "performance.md").read_text().split())
+    assert f"a first run has {config.depth} layers" in page and f"`{slow}`, which sends {calls} tensors a step" in page
+    assert f"takes {ends[slow]} of the {config.steps} timed steps" in page
     assert {end for name, end in ends.items() if name != slow} == {config.steps}
 
 
@@ -131,7 +129,7 @@ def test_a_slow_variant_takes_a_part_of_the_steps_and_five_at_least(steps: int, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "chosen", "alike"),
+    ("settings", "chosen", "same_steps"),
     [
         ({}, ["slow"], False),
         ({}, ["slow", "fast"], True),
@@ -139,21 +137,21 @@ def test_a_slow_variant_takes_a_part_of_the_steps_and_five_at_least(steps: int, 
         ({"world_size": 1}, ["slow", "fast"], False),
     ],
 )
-def test_it_takes_all_alone_where_nothing_is_slow_and_where_all_have_to_be_alike(
-    settings: dict[str, Any], chosen: list[str], alike: bool
+def test_it_takes_all_steps_alone_or_if_nothing_is_slow_or_steps_must_be_equal(
+    settings: dict[str, Any], chosen: list[str], same_steps: bool
 ) -> None:
-    assert set(timed_ends(lab_of_three(**settings), chosen, same_steps=alike).values()) == {20}
+    assert set(timed_ends(lab_of_three(**settings), chosen, same_steps=same_steps).values()) == {20}
 
 
-def test_a_run_times_fewer_and_holds_them_as_all_others(ranks: Ranks, tmp_path: Path) -> None:
+def test_fewer_timed_steps_are_checked_like_all_others(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "dp", "LAB_STEPS": "9", "LAB_VARIANT": "per_parameter,flat"}
     run, by_rank = run_experiment(ranks, 2, tmp_path, **settings)
     assert failed(run) == set()
     timed = {each.variant: len(each.step_seconds) for each in by_rank[0] if isinstance(each, records.Steps)}
     assert timed == {"per_parameter": 5 - 2, "flat": 9 - 2}
-    held = {(claim["variant"], claim["name"]): claim["detail"] for claim in run["checks"]}
-    assert held["per_parameter", "timed steps"].startswith("steps 0 to 4, audited: 0,")
-    assert held["flat", "timed steps"].startswith("steps 0 to 8, audited: 0,")
-    assert ("per_parameter", "timed losses") in held
-    said = [each.text for each in by_rank[0] if isinstance(each, records.Said)]
-    assert any("only 5 of 9 steps of per_parameter are timed" in text for text in said)
+    details = {(claim["variant"], claim["name"]): claim["detail"] for claim in run["checks"]}
+    assert details["per_parameter", "timed steps"].startswith("steps 0 to 4, audited: 0,")
+    assert details["flat", "timed steps"].startswith("steps 0 to 8, audited: 0,")
+    assert ("per_parameter", "timed losses") in details
+    texts = [each.text for each in by_rank[0] if isinstance(each, records.Said)]
+    assert any("only 5 of 9 steps of per_parameter are timed" in text for text in texts)

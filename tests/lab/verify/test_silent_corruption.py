@@ -26,7 +26,7 @@ CULPRIT = 1
 
 
 class Own:
-    """A strategy of three tensors, alike on all ranks until somebody changes one."""
+    """A strategy of three tensors, equal on all ranks until one is changed."""
 
     def __init__(self) -> None:
         self.weights = {name: torch.arange(5.0) for name in ("a", "b", "c")}
@@ -37,7 +37,7 @@ class Own:
 
 
 def nothing(own: Own, step: int) -> None:
-    """All stays alike."""
+    """All tensors stay equal."""
 
 
 def a_gradient(own: Own, step: int) -> None:
@@ -78,7 +78,7 @@ def run(ranks: Ranks, world_size: int, folder: Path, change: Any, every: int = 1
     return failed(judge(by_rank)), named
 
 
-def test_of_three_the_odd_one_is_named_with_the_first_tensor_and_the_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_of_three_the_outlier_is_named_with_the_first_tensor_and_the_step(ranks: Ranks, tmp_path: Path) -> None:
     fails, named = run(ranks, 3, tmp_path, a_weight)
     assert fails == {"audited replicas"}
     assert named == [records.Corrupted("own", 2, "weights.c", [CULPRIT], True, 0)]
@@ -99,7 +99,7 @@ def test_a_gradient_is_named_before_the_weight_that_it_made(ranks: Ranks, tmp_pa
     assert [(each.tensor, each.ranks, each.others) for each in named] == [("gradients.b", [CULPRIT], 1)]
 
 
-def test_what_stays_alike_is_held(ranks: Ranks, tmp_path: Path) -> None:
+def test_equal_replicas_pass(ranks: Ranks, tmp_path: Path) -> None:
     assert run(ranks, 3, tmp_path, nothing) == (set(), [])
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_differs_is_named_in_every_mode_that_trains(
     assert [each.ranks for each in all_lines if isinstance(each, records.Corrupted)][-1] == named
 
 
-def test_nothing_is_named_where_ranks_come_back_alike(ranks: Ranks, tmp_path: Path) -> None:
+def test_nothing_is_named_if_ranks_rejoin_equal(ranks: Ranks, tmp_path: Path) -> None:
     settings = TINY | {"MASTER_ADDR": "127.0.0.1", "LAB_AUDIT_EVERY": "1", "RUN_MODE": "elastic", "LAB_VARIANT": "join"}
     lines = ranks(3, trained, settings | OWN | {"LAB_LOSSES": "1", "LAB_STEPS": "6"}, str(tmp_path), -1)
     found = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
@@ -165,7 +165,7 @@ def test_nothing_is_named_where_ranks_come_back_alike(ranks: Ranks, tmp_path: Pa
     assert "audited replicas" in {check["name"] for check in found["checks"]}
 
 
-def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
+def test_a_strategy_that_declares_no_replicas_is_not_compared() -> None:
     assert silent_corruption.replicated(object(), "weights") == []
     assert hasattr(Replica, "alike")
 
@@ -182,11 +182,11 @@ def test_a_strategy_that_says_nothing_of_its_replicas_is_not_compared() -> None:
         ({}, None),
     ],
 )
-def test_the_odd_ones_by_majority(hashes: dict[int, int], named: tuple[list[int], bool] | None) -> None:
+def test_outliers_by_majority(hashes: dict[int, int], named: tuple[list[int], bool] | None) -> None:
     assert outliers(hashes) == named
 
 
-def test_only_who_holds_a_parameter_has_to_hash_it() -> None:
+def test_only_ranks_with_a_parameter_must_hash_it() -> None:
     holders = {"tied": [0, 2]}
     assert compare_hashes([{"weights.tied": 1}, {}, {"weights.tied": 1}], holders) == ([], 0)
     assert compare_hashes([{"weights.tied": 1}, {}, {}], holders) == ([], 1)

@@ -16,22 +16,22 @@ from distlab.lab.workload.model import Dropouts
 from distlab.lab.workload.optimizer import PlainSGD
 from distlab.lab.workload.user_model import SummedLoss
 from tests.lab.verify import model_statements
-from tests.lab.verify.statements import hold_what_is_shared
+from tests.lab.verify.statements import check_shared_parts
 from tests.labs import TINY
 
-Said = dict[str, tuple[float, float]]  # the worst of each check, and its tolerance
+Found = dict[str, tuple[float, float]]  # the worst of each check, and its tolerance
 MESH = {"RUN_MODE": "mesh", "LAB_MESH": "dp2", "LAB_DROPOUT": "0.1"}
 LINE, MLP, MOE = {"LAB_MODEL": "line"}, {"LAB_MODEL": "mlp"}, {"RUN_MODE": "moe"}
 AGAIN = {"LAB_RECOMPUTE": "1"}
 
 
-def stated(**settings: str) -> Said:
+def stated(**settings: str) -> Found:
     """What the statements say of a run of two ranks with these settings."""
     config = Config.read(TINY | {"RUN_MODE": "dp", "WORLD_SIZE": "2"} | settings)
-    mode, said = load_for(config), dict[str, tuple[float, float]]()
+    mode, found = load_for(config), dict[str, tuple[float, float]]()
 
     def check(name: str, off: float, tolerance: float, **_: Any) -> None:
-        said[name] = max(said.get(name, (0.0, tolerance)), (float(off), tolerance))
+        found[name] = max(found.get(name, (0.0, tolerance)), (float(off), tolerance))
 
     lab: Any = SimpleNamespace(
         config=config, mode=mode, rank=0, device=torch.device("cpu"), check=check, at=lambda *_: None,
@@ -39,13 +39,13 @@ def stated(**settings: str) -> Said:
         model=lambda dtype: mode.model(config, config.seed).to(dtype),
         batches=lambda dtype, proof=False: mode.batches(config, proof=proof, device=torch.device("cpu"), dtype=dtype),
     )  # fmt: skip
-    hold_what_is_shared(lab)
-    return said
+    check_shared_parts(lab)
+    return found
 
 
-def failed(said: Said) -> set[str]:
-    """The statements that do not hold."""
-    return {name for name, (off, tolerance) in said.items() if not off <= tolerance}
+def failed(found: Found) -> set[str]:
+    """The names of the statements that are not true."""
+    return {name for name, (off, tolerance) in found.items() if not off <= tolerance}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def failed(said: Said) -> set[str]:
     ],
     ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()) or "gpt",
 )  # fmt: skip
-def test_right_code_holds(settings: dict[str, str]) -> None:
+def test_right_code_passes(settings: dict[str, str]) -> None:
     assert failed(stated(**settings)) == set()
 
 

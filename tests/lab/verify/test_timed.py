@@ -46,15 +46,15 @@ def written_by(rank: int, write: Callable[[Any], object], **lab: Any) -> list[An
     return found
 
 
-def test_a_curve_is_what_a_checkpoint_held_and_the_sum_of_all_shares() -> None:
-    shares: Any = [{"flat": [0.5, None]}, {"flat": [0.25, 2.0, None]}]
-    course: Any = SimpleNamespace(losses={"flat": [9.0]})
+def test_a_curve_is_the_checkpoints_losses_and_the_sum_of_all_parts() -> None:
+    loss_parts: Any = [{"flat": [0.5, None]}, {"flat": [0.25, 2.0, None]}]
+    position: Any = SimpleNamespace(losses={"flat": [9.0]})
     curves: list[Any] = []
 
     def write(lab: Any) -> None:
-        curves.append(write_losses(lab, {"one process": [8.0]}, course, {"flat": []}))
+        curves.append(write_losses(lab, {"one process": [8.0]}, position, {"flat": []}))
 
-    found = written_by(0, write, exchange=SimpleNamespace(everyone=lambda *_: shares))
+    found = written_by(0, write, exchange=SimpleNamespace(everyone=lambda *_: loss_parts))
     assert found == [Losses("one process", [8.0]), Losses("flat", [9.0, 0.75, 2.0, 0.0])]
     assert curves == [{"flat": [9.0, 0.75, 2.0, 0.0]}]
 
@@ -62,8 +62,8 @@ def test_a_curve_is_what_a_checkpoint_held_and_the_sum_of_all_shares() -> None:
 def test_a_digest_is_of_names_and_bytes_on_rank_0() -> None:
     weights = [("w", torch.tensor([1.5, -2.0])), ("b", torch.tensor([3], dtype=torch.int64))]
     strategies: Any = {"flat": SimpleNamespace(full=lambda _kind: iter(weights))}
-    told = hashlib.sha256(b"w" + struct.pack("<2f", 1.5, -2.0) + b"b" + struct.pack("<q", 3)).hexdigest()
-    assert written_by(0, lambda lab: write_digests(lab, strategies)) == [Digest("flat", told)]
+    expected = hashlib.sha256(b"w" + struct.pack("<2f", 1.5, -2.0) + b"b" + struct.pack("<q", 3)).hexdigest()
+    assert written_by(0, lambda lab: write_digests(lab, strategies)) == [Digest("flat", expected)]
     assert written_by(1, lambda lab: write_digests(lab, strategies)) == []
 
 
