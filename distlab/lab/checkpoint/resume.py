@@ -141,7 +141,7 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
 def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
     """Load one strategy from the checkpoint's `variant`; raises storage.Damaged."""
     state = strategy.state_dict()
-    storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
+    storage.load_state({f"{variant}/{name}": tensor for name, tensor in state.items()}, folder, group)
     strategy.load_state_dict(state)
 
 
