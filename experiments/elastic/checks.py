@@ -144,11 +144,11 @@ def check_redone(lab: Lab, course: Course) -> None:
 def check_interval(lab: Lab, course: Course) -> None:
     """Check that a return to a checkpoint redoes fewer steps than lie between two; or as many, if all save together and
     one may die meanwhile."""
-    back = [event.applied_before - event.applied for event in course.events if event.restored]
-    if back:
+    redone = [event.applied_before - event.applied for event in course.events if event.restored]
+    if redone:
         most = course.saved_every - (not course.policy.sharded)
         detail = "most steps between a checkpoint and a loss that returned to it"
-        lab.check("save interval", max(0, *back), most, course.policy.name, detail)
+        lab.check("save interval", max(0, *redone), most, course.policy.name, detail)
 
 
 def check_shards(lab: Lab, course: Course) -> None:
@@ -324,13 +324,13 @@ def result(rows: Sequence[Sequence[Any]], variants: int) -> str:
 def check_times(lab: Lab, course: Course) -> None:
     """Check that a row's times begin with the change: agreed before the next step, which is the first one after that,
     and both in order."""
-    faults = [fault for event in course.events for fault in wrong(event, [at for at, _ in course.commits])]
+    faults = [fault for event in course.events for fault in time_faults(event, [at for at, _ in course.commits])]
     if course.events:
         detail = faults[0] if faults else f"{len(course.events)} changes on this rank"
         lab.check("times of changes", len(faults), 0, course.policy.name, detail)
 
 
-def wrong(event: Event, step_times: Sequence[float]) -> Iterator[str]:
+def time_faults(event: Event, step_times: Sequence[float]) -> Iterator[str]:
     """Yield a sentence for each impossible time of a change, given the times of steps."""
     cells = dict(zip(COLUMNS, ["", *event_row(event, 0.0)], strict=True))
     began_at, agreed_s = event.began_at, cells[AGREED] / 1000

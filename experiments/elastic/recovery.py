@@ -1,7 +1,7 @@
 """One rank's course through one variant: joining, leaving and rejoining, until all steps are done.
 
 assemble -> in the view: form a group, copy missing state, train
-               a member is gone   leave the group, meet, continue in the next view
+               a member is lost   leave the group, meet, continue in the next view
                a rank asks        after the step leave the group, meet, continue
                this rank dies     disconnect, drop all state, return and wait outside
             outside: ask, until a view has this rank, or the training is over

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, wrong
+from distlab.experiments.elastic.checks import AGREED, COLUMNS, NEXT, event_row, result, time_faults
 from distlab.experiments.elastic.recovery import (
     COMPUTED,
     TORN,
@@ -183,8 +183,8 @@ CHANGE = Event("lost: rank 1", 100.0, 100.01, 100.05, 100.25, [0, 1], [0], 3, 3,
 
 
 def test_times_of_a_change_that_are_right_hold() -> None:
-    assert list(wrong(CHANGE, [99.9, 100.25, 100.4])) == []
-    assert list(wrong(CHANGE._replace(next_step_at=0.0), [99.9])) == []  # another change came first
+    assert list(time_faults(CHANGE, [99.9, 100.25, 100.4])) == []
+    assert list(time_faults(CHANGE._replace(next_step_at=0.0), [99.9])) == []  # another change came first
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_times_that_are_not_from_the_begin_of_a_change_fail(
         return [told_ms if name == column else cell for name, cell in cells]
 
     monkeypatch.setattr("distlab.experiments.elastic.checks.event_row", told)
-    assert len(list(wrong(event, [99.9, 100.25, 100.4]))) == 1
+    assert len(list(time_faults(event, [99.9, 100.25, 100.4]))) == 1
 
 
 def test_a_row_has_times_since_the_first_step_and_nothing_where_no_step_came() -> None:

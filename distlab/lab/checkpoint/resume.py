@@ -115,19 +115,19 @@ def tidy(lab: Lab, found: FoundCheckpoint | None) -> None:
             path.rename(aside)
 
 
-def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPosition, found: FoundCheckpoint) -> None:
+def resume(lab: Lab, strategies: Mapping[str, Strategy], position: TrainingPosition, found: FoundCheckpoint) -> None:
     """Load all variants, and the generators of a rank that existed before; log the step."""
     saved = found.manifest
     for name, strategy in strategies.items():
-        lab.at(course.first, f"the loading of {name}")
+        lab.at(position.first, f"the loading of {name}")
         load(strategy, found.saved_as.get(name, name), found.folder, lab.group)
     locate.release(found.lock)
     restore_generators(lab, saved)
     if str(lab.rank) in saved.draws:
         detail = "the next random numbers, compared with those in the checkpoint"
         lab.check("resumed generators", wrongly_drawn(lab, saved), 0.0, detail=detail, control=CONTROL)
-    epoch, _ = course.position(course.first)
-    lab.say(f"resumed from epoch {epoch}, step {course.first} ({found.folder})", "resume", at="normal")
+    epoch, _ = position.position(position.first)
+    lab.say(f"resumed from epoch {epoch}, step {position.first} ({found.folder})", "resume", at="normal")
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)
     then, now = saved.versions.get("lab"), start.versions.get("lab")
@@ -135,13 +135,13 @@ def resume(lab: Lab, strategies: Mapping[str, Strategy], course: TrainingPositio
         effect = "the weights may differ from those of an uninterrupted run"
         lab.say(f"the code has changed from version {then} to {now}: {effect}", "resume", at="normal")
     if lab.rank == 0:
-        lab.journal.write(records.Resumed(epoch, course.first, str(found.folder)))
+        lab.journal.write(records.Resumed(epoch, position.first, str(found.folder)))
 
 
 def load(strategy: Strategy, variant: str, folder: Path, group: dist.ProcessGroup) -> None:
     """Load one strategy from the checkpoint's `variant`; raises storage.Damaged."""
     state = strategy.state_dict()
-    storage.load_state({f"{variant}/{name}": held for name, held in state.items()}, folder, group)
+    storage.load_state({f"{variant}/{name}": tensor for name, tensor in state.items()}, folder, group)
     strategy.load_state_dict(state)
 
 
@@ -205,14 +205,14 @@ def stop_and_resume(
     folder = lab.journal.folder / locate.FOLDER / ".step-drill"
     batches = lab.batches(torch.float64, proof=True)
     strategy = build(lab.mode.model(config, config.seed).to(lab.device, torch.float64), lab.mesh, config)
-    course = TrainingPosition(batches, [name])
+    position = TrainingPosition(batches, [name])
     try:
-        train(lab, name, strategy, course, range(1))
+        train(lab, name, strategy, position, range(1))
         state = state_of({name: strategy})
         needed = storage.needed_bytes(state, group)
-        draft = manifest_of(lab, course, 1)
+        draft = manifest_of(lab, position, 1)
         saved = storage.write_checkpoint(folder, draft, state, group, {name: []}, needed_bytes=needed)
-        train(lab, name, strategy, course, range(1, STEPS))
+        train(lab, name, strategy, position, range(1, STEPS))
         wanted = {label: tensor.clone() for label, tensor in strategy.full("weights") if lab.rank == 0}
         del strategy, state
         drawn = drawn_after(lab, saved)
@@ -240,10 +240,10 @@ def drawn_after(lab: Lab, saved: Manifest) -> float:
         manifest.set_generators(kept, lab.device)
 
 
-def train(lab: Lab, name: str, strategy: Strategy, course: TrainingPosition, steps: range) -> None:
-    """Train steps like the timed pass, recorded in `course`."""
+def train(lab: Lab, name: str, strategy: Strategy, position: TrainingPosition, steps: range) -> None:
+    """Train steps like the timed pass, recorded in `position`."""
     for step in steps:
-        strategy.backward(lab.microbatches(course.batches, course.data_step(step)))
+        strategy.backward(lab.microbatches(position.batches, position.data_step(step)))
         strategy.update()
-        course.done[name] += 1
-        course.finish_step(step)
+        position.done[name] += 1
+        position.finish_step(step)

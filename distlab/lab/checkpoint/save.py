@@ -28,12 +28,13 @@ class Saver:
     """Saves the variants of one timed pass. All ranks call `after`, at the same steps."""
 
     def __init__(
-        self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], course: TrainingPosition,
+        self, lab: Lab, group: dist.ProcessGroup, strategies: Mapping[str, Strategy], position: TrainingPosition,
         loss_parts: LossParts,
     ) -> None:  # fmt: skip
-        """`loss_parts` and `course` are updated by the training; `group` is a gloo group for saving alone."""
+        """`loss_parts` and `position` are updated by the training; `group` is a gloo group for saving alone."""
         assert lab.journal.folder is not None
-        self.lab, self.group, self.strategies, self.course, self.loss_parts = lab, group, strategies, course, loss_parts
+        self.lab, self.group, self.strategies = lab, group, strategies
+        self.position, self.loss_parts = position, loss_parts
         self.folder = lab.journal.folder / locate.FOLDER
         self._needed_bytes: int | None = None  # the same for every save of a run
         self._printed_at = 0.0
@@ -46,7 +47,7 @@ class Saver:
             return
         self.lab.at(step, "checkpoint")
         began_at = time.perf_counter()
-        state, draft = state_of(self.strategies), manifest_of(self.lab, self.course, step + 1)
+        state, draft = state_of(self.strategies), manifest_of(self.lab, self.position, step + 1)
         if self._needed_bytes is None:
             self._needed_bytes = storage.needed_bytes(state, self.group)
         try:
@@ -80,8 +81,7 @@ class Saver:
         self.lab.journal.write(records.Saved(step, seconds, seconds, 0, error))
         good = locate.candidates(self.folder)
         last = f"the last good one is of step {locate.step_of(good[0])}" if good else "there is none yet"
-        text = f"step {step} could not be written ({error}): the run continues; {last}"
-        self.lab.say(text, "checkpoint", at="quiet")
+        self.lab.say(f"step {step} could not be written ({error}): the run continues; {last}", "checkpoint", at="quiet")
         self.lab.waive("checkpoint", error)
 
 
@@ -94,16 +94,16 @@ def state_of(strategies: Mapping[str, Strategy]) -> storage.State:
     }
 
 
-def manifest_of(lab: Lab, course: TrainingPosition, step: int) -> Manifest:
+def manifest_of(lab: Lab, position: TrainingPosition, step: int) -> Manifest:
     """Return this rank's draft of the manifest after `step` steps."""
     start = lab.journal.records[0]
     assert isinstance(start, records.Start)
-    epoch, batch = course.position(step)
+    epoch, batch = position.position(step)
     return Manifest(
         schema=manifest.SCHEMA, run_id=start.run_id, world_size=lab.world_size,
-        settings=manifest.defining(lab.config), data=course.data, versions=start.versions,
-        step=step, steps=dict(course.done), epoch=epoch, batch=batch, seen=list(course.seen),
-        losses={name: list(values) for name, values in course.losses.items()},
+        settings=manifest.defining(lab.config), data=position.data, versions=start.versions,
+        step=step, steps=dict(position.done), epoch=epoch, batch=batch, seen=list(position.seen),
+        losses={name: list(values) for name, values in position.losses.items()},
         generators={str(lab.rank): manifest.generator_states(lab.device)},
         draws={str(lab.rank): manifest.next_draws(lab.device)}, files={},
     )  # fmt: skip

@@ -164,7 +164,7 @@ class Departure:
         if not self._leaving.acquire(blocking=False):
             if verdict.exit_code in EXIT_CODES.values():
                 exit_now(verdict.exit_code)
-            while True:  # the other thread is ending the process, within LAST_WORDS_S
+            while True:  # the other thread is ending the process, within RECORDS_S
                 time.sleep(RECORDS_S)
         threading.Thread(target=self._end_in_time, args=(verdict.exit_code,), daemon=True).start()
         with suppress(Exception):  # nobody reads the output any more

@@ -1,7 +1,7 @@
 """Decide which ranks are lost: a pure function of connections and time.
 
 A connection that ends without a message is a death, which the kernel reports at once. A rank that is silent for
-LAB_LOST_AFTER_S is declared dead: its machine is gone, or it was stopped. All losses within SETTLE_S are named
+LAB_LOST_AFTER_S is declared dead: its machine has failed, or it was stopped. All losses within SETTLE_S are named
 together, so that one sentence covers a machine with two ranks.
 """
 

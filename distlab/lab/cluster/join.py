@@ -175,7 +175,7 @@ def join(
     that every rank concerned prints. An `elastic` run survives the loss of any rank, including rank 0."""
     assert config.rank is not None and config.master_addr is not None, "a rank has RANK and MASTER_ADDR"  # noqa: PT018
     address = resolve(config.master_addr, config.join_timeout_s, say)
-    import torch.distributed  # noqa: F401 (takes seconds: before the bound begins, and others count on an answer)
+    import torch.distributed  # noqa: F401 (takes seconds, so before the time limit starts and others wait for an answer)
 
     started = time.monotonic()
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -409,7 +409,7 @@ class Joining:
 
 def store_at(ip: str, port: int, key: bytes) -> "KeyedStore":
     """Return the store at that server; raises ClusterError."""
-    from distlab.techniques.transport.store import KeyedStore  # torch comes with it
+    from distlab.techniques.transport.store import KeyedStore  # imports torch
 
     try:
         return KeyedStore(ip, port, key, STORE_TIMEOUT_S, PURPOSE)
@@ -426,8 +426,8 @@ def connect_agent_store(ip: str, port: int) -> "dist.Store":
     import torch.distributed as dist
 
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    # The constructor's own timeout fails on a port that accepts and stays silent; where it works, it comes first, or
-    # the process would end under a thread in C++ and abort.
+    # The constructor's own timeout fails on a port that accepts and stays silent; otherwise it expires first, because
+    # a process that ends under a thread in C++ aborts.
     refusal = f"the agent's store at {ip}:{port} did not answer in {STORE_TIMEOUT_S:g} s"
     try:
         return bounded(

@@ -67,7 +67,7 @@ def launch(config: Config, be_rank: Callable[[], int]) -> int:
     def print_line(line: bytes) -> None:
         with print_lock:
             why = printed(screen.shown(line.decode(errors="backslashreplace")), end="")
-        if why:  # the output has no reader: the ranks continue, and the log of rank 0 says so
+        if why:  # the output has no reader: the ranks continue, and rank 0's log reports it
             ranks[0].pipe.send(OutputLost(why))
 
     def forward(number: int, _: FrameType | None) -> None:

@@ -129,7 +129,7 @@ class Membership:
                 raise TimeoutError(
                     f"for {self.timeout_s:g} s no member was left that could let rank {self.me.rank} join"
                 )
-            view = self._next(lambda there, reports: {"members": there})  # noqa: ARG005  it decides on nothing outside
+            view = self._next(lambda present, reports: {"members": present})  # noqa: ARG005  it decides on nothing outside
             if view is not None and self.me in view.members:
                 return view
         return None

@@ -43,8 +43,8 @@ from distlab.techniques.transport.handshake import NOBODY
 from distlab.techniques.transport.store_server import Message, Peer, StoreServer, framed
 
 PERIOD_S = 0.25  # between two heartbeats, in both directions
-FROZEN_S = 1.0  # between two looks, normally ten per second: this process did not run
-STILL_S = 0.5  # the same for its thread: with up to PERIOD_S since its last message, below the least LAB_LOST_AFTER_S
+FROZEN_S = 1.0  # between two polls, of which there are ten per second: then this process did not run
+STALLED_S = 0.5  # the same for its thread: with up to PERIOD_S since its last message, below the least LAB_LOST_AFTER_S
 REPEAT_S = PERIOD_S  # to a waiting process, as a heartbeat
 
 
@@ -102,7 +102,7 @@ class RankServer(StoreServer):
         self.admission, self._deadline, self._time_limit, self._name = admission, deadline, time_limit, name
         self.ranks: dict[int, Peer] = {}  # the connection of each admitted rank
         self.members = dict(members or {})
-        self.over: RunEnded | None = None
+        self.run_end: RunEnded | None = None
         self.has_verdict = False  # the host has the verdict, and waits for all others to acknowledge it
         self.is_final = False  # they have: losses do not change it any more
         self.cut_off = False  # by fault injection: it communicates with its own rank only
@@ -131,12 +131,12 @@ class RankServer(StoreServer):
 
     def is_stalled(self, now: float) -> bool:
         """Return whether its thread got no core for a while: then a missing message does not mean a silent rank."""
-        return now - self.polled_at > STILL_S
+        return now - self.polled_at > STALLED_S
 
     def all_informed(self) -> bool:
         """Return whether all ranks have been sent the reason why the run, or its start, ends."""
         sent = not any(peer.unsent for peer in list(self.peers))
-        return sent and (self.over is not None or self.admission.all_informed())
+        return sent and (self.run_end is not None or self.admission.all_informed())
 
     def record_death(self, rank: int, how: str) -> None:
         """Record how the process of `rank` ended, as the launcher reports."""
@@ -201,7 +201,7 @@ class RankServer(StoreServer):
     def tick(self, now: float) -> None:
         super().tick(now)
         if now - self.polled_at > FROZEN_S:
-            self._frozen_until = now + FROZEN_S  # messages of the meantime are read by then
+            self._frozen_until = now + FROZEN_S  # the delayed messages are read by then
             self.admission.restart_timeouts(now)
             self._detector.restart_timeouts(now)
         self.polled_at = now
@@ -275,7 +275,7 @@ class RankServer(StoreServer):
     # While the run continues.
 
     def _watch(self, now: float) -> None:
-        if self.over is not None:
+        if self.run_end is not None:
             return
         self.is_final = self.is_final or (self.has_verdict and not self.unacknowledged())
         if self.admission.refusal and not self.is_final:
@@ -325,10 +325,10 @@ class RankServer(StoreServer):
 
     def _finish(self, verdict: Verdict, stopped: bool = False, except_rank: int | None = None) -> None:
         """End the run with this verdict for all ranks except `except_rank`, which has ended with it already."""
-        if self.over is None:
-            over = RunEnded(verdict, stopped)
-            self._send_to([rank for rank in self.ranks if rank != except_rank], over)
-            self.over = over  # after all have been sent it: see all_told
+        if self.run_end is None:
+            run_end = RunEnded(verdict, stopped)
+            self._send_to([rank for rank in self.ranks if rank != except_rank], run_end)
+            self.run_end = run_end  # set after it was sent to all: see `all_informed`
 
     def _acknowledge(self, rank: int) -> None:
         """Let the host write the verdict once all others have acknowledged it; after that, tell all ranks."""

@@ -146,7 +146,7 @@ class Regroup:
         return result.result()
 
     def cut(self) -> None:
-        """Cut the group, from any thread: whoever waits in it, or for its creation, raises RuntimeError."""
+        """Cut the group, from any thread: a thread that waits in it, or for its creation, raises RuntimeError."""
         before, self._is_cut = self._before, True
         if before is not None:
             opened, others = sockets() - before, self._others()

@@ -142,7 +142,7 @@ def move_shards(
 # The optimizer's step on a piece of the flat weight vector: plain SGD, or AdamW (Loshchilov and Hutter 2019).
 #
 # Both compute a weight from its own gradient and moments alone, so a piece is stepped like the whole, and pieces can be
-# cut anew at any time. Nothing is changed in place, so a step can still be undone.
+# cut again at any time. Nothing is changed in place, so a step can still be undone.
 
 BETA_1, BETA_2, ADAM_EPSILON, DECAY = 0.9, 0.999, 1e-8, 0.01  # as in torch.optim.AdamW
 

@@ -185,7 +185,7 @@ class Survivor:
     # --- for a restart ---
 
     def save(self, path: Path, group: Regroup) -> None:  # noqa: ARG002  every replica has all
-        write_whole(path, {"applied": self.applied, "state": self.state()})
+        save_atomically(path, {"applied": self.applied, "state": self.state()})
 
     def load(self, path: Path) -> None:
         saved = torch.load(path, weights_only=True)
@@ -196,7 +196,7 @@ class Survivor:
         return self.piece.moments
 
 
-def write_whole(path: Path, saved: dict[str, Any]) -> None:
+def save_atomically(path: Path, saved: dict[str, Any]) -> None:
     """Write a file atomically, so that readers never see a part of it."""
     draft = path.with_suffix(".draft")
     torch.save(saved, draft)
@@ -340,7 +340,7 @@ class ShardedSurvivor(Survivor):
 
     def save(self, path: Path, group: Regroup) -> None:
         """Write the whole state of all members to each member's own disk; a collective."""
-        write_whole(path, {"applied": self.applied, "state": self.state(), "moments": self.moments(group)})
+        save_atomically(path, {"applied": self.applied, "state": self.state(), "moments": self.moments(group)})
         self.saved, self._file = self.applied, path
 
     def restored(self, group: Regroup, root: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ ANSWERS = msgspec.msgpack.Decoder(Answer)
 class KeyedStore(dist.Store):
     """A client of the store at `ip`:`port`; the constructor raises OSError if it cannot be reached within `timeout_s`.
 
-    Every call raises RuntimeError after its timeout, by default `timeout_s`, or once the host has gone. `purpose` is
+    Every call raises RuntimeError after its timeout, by default `timeout_s`, or once the host has closed. `purpose` is
     that of the server's port.
     """
 

@@ -66,7 +66,7 @@ class Peer:
 
     @property
     def source(self) -> tuple[str, int]:
-        """Return the address and the port at its other end; empty once it has gone."""
+        """Return the address and the port at its other end; empty once it has closed."""
         try:
             name = self.connection.getpeername()
         except OSError:

@@ -15,7 +15,7 @@ from tests.lab.checkpoint.made_up import config_of, manifest_of
 BATCHES_PER_EPOCH = 8  # of mlp
 
 
-def course_of(resumed_at: int | None = None, resumed_batch: Callable[[int], int] = where_it_was) -> TrainingPosition:
+def position_at(resumed_at: int | None = None, resumed_batch: Callable[[int], int] = where_it_was) -> TrainingPosition:
     config = config_of()
     batches = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32)
     if resumed_at is None:
@@ -29,37 +29,37 @@ def course_of(resumed_at: int | None = None, resumed_batch: Callable[[int], int]
 
 @pytest.mark.parametrize("step", [0, 5, 8, 13])
 def test_a_resumed_run_continues_with_the_next_batch(step: int) -> None:
-    course = course_of(step)
-    assert course.first == course.done["flat"] == course.data_step(step) == step
-    assert course.position(step) == divmod(step, BATCHES_PER_EPOCH)
+    position = position_at(step)
+    assert position.first == position.done["flat"] == position.data_step(step) == step
+    assert position.position(step) == divmod(step, BATCHES_PER_EPOCH)
 
 
 @pytest.mark.parametrize("last", [12, 16, 21])
 def test_each_sample_is_used_once_per_epoch_across_a_resume(last: int) -> None:
-    course = course_of(5)
+    position = position_at(5)
     for step in range(5, last):
-        course.finish_step(step)
-    assert course.wrongly_seen() == 0
-    assert len(course.seen) == 3 * (last % BATCHES_PER_EPOCH)
+        position.finish_step(step)
+    assert position.wrongly_seen() == 0
+    assert len(position.seen) == 3 * (last % BATCHES_PER_EPOCH)
 
 
 @pytest.mark.parametrize("last", [6, 8, 21])
 def test_a_repeated_epoch_is_counted(last: int) -> None:
     resumed_batch = MISTAKES["resume_repeats_epoch"].where.resumed_batch
     assert resumed_batch is not None
-    course = course_of(5, resumed_batch)
-    assert course.position(5) == (0, 0)
+    position = position_at(5, resumed_batch)
+    assert position.position(5) == (0, 0)
     for step in range(5, last):
-        course.finish_step(step)
-    assert course.wrongly_seen() >= 3
+        position.finish_step(step)
+    assert position.wrongly_seen() >= 3
 
 
 def test_a_missing_sample_is_counted_at_the_end_of_the_epoch() -> None:
-    course = course_of(5)
-    course.seen[0] = course.seen[1]
+    position = position_at(5)
+    position.seen[0] = position.seen[1]
     for step in range(5, BATCHES_PER_EPOCH):
-        course.finish_step(step)
-    assert course.wrongly_seen() == 2  # one twice, one never
+        position.finish_step(step)
+    assert position.wrongly_seen() == 2  # one twice, one never
 
 
 def test_youngs_interval() -> None:

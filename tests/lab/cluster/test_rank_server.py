@@ -186,9 +186,9 @@ def test_an_ended_connection_is_reported_with_its_cause(world: World, tmp_path: 
     world.until(0, Places)
     world.uplinks.pop(2).close()
     assert oom_notice.send(path) == f"rank 2 was {oom_notice.HOW}"
-    over = world.until(0, RunEnded)
-    assert over.verdict.sentence == f"rank 2 lost at step 4 in train: {oom_notice.HOW}"
-    assert [entry.rank for entry in over.verdict.lost] == [2]
+    run_end = world.until(0, RunEnded)
+    assert run_end.verdict.sentence == f"rank 2 lost at step 4 in train: {oom_notice.HOW}"
+    assert [entry.rank for entry in run_end.verdict.lost] == [2]
 
 
 def test_the_verdict_is_final_once_all_have_acknowledged_it_and_the_host_has_written_it(world: World) -> None:
@@ -208,7 +208,7 @@ def test_the_verdict_is_final_once_all_have_acknowledged_it_and_the_host_has_wri
     world.until(1, Committed)
     world.uplinks[1].send(Leave())
     world.until(0, RanksLost)
-    assert world.server.staying() == [] and world.server.over is None
+    assert world.server.staying() == [] and world.server.run_end is None
 
 
 def test_once_ranks_may_leave_the_others_continue_and_one_rejoins(world: World) -> None:
@@ -244,8 +244,8 @@ def test_the_host_gets_the_verdict_after_all_others(world: World, monkeypatch: p
     world.seal()
     monkeypatch.setattr(world.server, "send_bytes", record)
     world.uplinks.pop(1).close()
-    over = world.until(0, RunEnded)
-    assert [rank for rank, message in sent if message == framed(over)] == [2, 0]
+    run_end = world.until(0, RunEnded)
+    assert [rank for rank, message in sent if message == framed(run_end)] == [2, 0]
 
 
 def test_a_rank_whose_earlier_process_is_alive_cannot_rejoin(world: World) -> None:
