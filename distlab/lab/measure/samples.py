@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from distlab.lab.measure.traffic import tensors_in
 
-SHOWN = 3  # numbers of a sample
-FAINT = 1e-3  # of the largest number: smaller ones would be printed as zeros
+SHOWN = 3  # numbers in a sample
+FAINT = 1e-3  # of the largest number; smaller ones would be printed as zeros
 
 # The position of the input in a c10d operation's arguments, if it is not also the output, the first one.
 BACKWARD = ("backward", "input", "weight")
@@ -120,7 +120,7 @@ class Samples:
 
     def _leave(self, path: str, output: Any) -> None:
         self._turn += 1
-        while self._stack and self._stack.pop() != path:  # those left by an exception ran no hook
+        while self._stack and self._stack.pop() != path:  # modules that an exception left ran no hook
             pass
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self._on_backward(path))
