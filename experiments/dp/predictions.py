@@ -55,7 +55,7 @@ def predict(config: Config) -> list[Prediction]:
     def summed(tensors: list[int]) -> list[Cost]:
         return [total_cost(*(all_reduce_cost(ranks, size) for size in tensors))] * ranks
 
-    passed_shapes = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
+    passed_on = sum(all_reduce_messages("ring", ranks, size, itemsize=itemsize) for size in buckets)
     own = [sum(all_reduce_bytes("ring", ranks, size, rank, itemsize) for size in buckets) for rank in range(ranks)]
     theirs = len(buckets) + 1  # its first bucket has 1 MiB
     whole, each = whole_rest(config)
@@ -63,7 +63,7 @@ def predict(config: Config) -> list[Prediction]:
         *of_a_step("per_parameter", formula, summed(sizes), of_calls="1 a parameter"),
         *of_a_step("flat", formula, summed([sum(sizes)]), of_calls="1"),
         *of_a_step("bucketed", formula, summed(buckets), of_calls="1 a bucket"),
-        *of_a_step("ring", formula, [Cost(sent, 2 * (ranks - 1) * len(buckets), passed_shapes) for sent in own]),
+        *of_a_step("ring", formula, [Cost(sent, 2 * (ranks - 1) * len(buckets), passed_on) for sent in own]),
         *of_a_step("ddp", formula, [Cost(sent.nbytes, theirs) for sent in summed(buckets)], PYTORCHS),
         *(at_rest(name, config, f"{each} x P", [whole], PYTORCHS * (name == "ddp")) for name in VARIANTS),
     ]

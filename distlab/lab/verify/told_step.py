@@ -63,7 +63,7 @@ class ToldStep:
     def _choose(self) -> None:
         pieces = {name: piece_of(tensor) for name, tensor in weights_of(self._strategy)}
         own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX} or pieces
-        sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.given.stretches}
+        sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.inputs.stretches}
         named = parts_of_storages(self._strategy)
         summed = {bare(part.name) for storage in sums for part in named.get(storage, ())}
         own = {name: piece for name, piece in own.items() if name in summed} or own
@@ -137,7 +137,7 @@ class Places(NamedTuple):
 def places_of(sample: Sample, parts: Parts, told: str, me: int) -> Places:
     """Return the positions in a call on this rank, the `me`-th of its group; equal on all its ranks, except in a
     reduce_scatter."""
-    given, taken = sample.given, sample.taken or Copies(None, [])
+    given, taken = sample.inputs, sample.outputs or Copies(None, [])
     if sample.op == "all_to_all":
         return Places()
     if sample.op == "all_gather":
@@ -168,12 +168,12 @@ def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
     size: a unit's reduced gradients are laid out as its gathered weights."""
     known: dict[tuple[str, int], Parts] = {}
     for sample in samples:
-        if sample.label and (parts := list(parts_in(sample.given.stretches, storages))):
-            known.setdefault((sample.label, len_of(sample.given)), parts)
+        if sample.label and (parts := list(parts_in(sample.inputs.stretches, storages))):
+            known.setdefault((sample.label, len_of(sample.inputs)), parts)
     found = []
     for sample in samples:
-        taken = sample.taken or Copies(None, [])
-        ends = sample.given if sample.op == "all_gather" else taken if taken.numbers is not None else sample.given
+        taken = sample.outputs or Copies(None, [])
+        ends = sample.inputs if sample.op == "all_gather" else taken if taken.numbers is not None else sample.inputs
         found.append(list(parts_in(ends.stretches, storages)) or known.get((sample.label, len_of(ends)), []))
     return found
 
@@ -226,9 +226,9 @@ def first_numbers(
     for sample, key, place in zip(samples, mine, places, strict=True):
         wanted = [place.given] * len(sample.ranks)
         if sample.op == "reduce_scatter":
-            share = len_of(sample.given) // len(sample.ranks)
+            share = len_of(sample.inputs) // len(sample.ranks)
             wanted = [index * share + theirs[rank].get(key, -1) for index, rank in enumerate(sample.ranks)]
-        told.append([number_at(sample.given, each) for each in wanted])
+        told.append([number_at(sample.inputs, each) for each in wanted])
     everyone = lab.exchange.everyone(f"numbers of {label}", list(zip(mine, told, strict=True)))
     numbers = [dict(of_rank) for of_rank in everyone]
     found = []
@@ -280,7 +280,7 @@ def write_told(
 
 
 def left_at(sample: Sample, place: Places) -> list[float]:
-    return [] if sample.left is None else list(after_of(sample.left, place.given))
+    return [] if sample.kept is None else list(after_of(sample.kept, place.given))
 
 
 def ends(
@@ -288,9 +288,9 @@ def ends(
 ) -> tuple[list[float], list[float], dict[int, float]]:  # fmt: skip
     """Return the numbers before and after; for an all_gather, after are each rank's inputs, for an all_to_all the parts
     sent to this rank."""
-    taken, ranks = sample.taken or Copies(None, []), sample.ranks
+    taken, ranks = sample.outputs or Copies(None, []), sample.ranks
     if sample.op == "all_gather":
-        return sample.given.at(place.given), [], of_ranks
+        return sample.inputs.at(place.given), [], of_ranks
     if sample.op == "all_to_all" and taken.numbers is not None and len(taken.stretches) == len(ranks):
         starts = [sum(each.numel for each in taken.stretches[:index]) for index in range(len(ranks))]
         of_ranks = {
@@ -298,7 +298,7 @@ def ends(
             for rank, start, stretch in zip(ranks, starts, taken.stretches, strict=True)
             if (value := number_at(taken, place_of(taken.numbers, start, stretch.numel))) is not None and stretch.numel
         }
-    return sample.given.at(place.given), taken.at(place.taken), of_ranks
+    return sample.inputs.at(place.given), taken.at(place.taken), of_ranks
 
 
 def weight_of(
@@ -309,9 +309,9 @@ def weight_of(
         return None
     after, place, gradient = told.weight.reshape(-1), -1, list[float]()
     for sample, spot, of in zip(samples, places, parts, strict=True):
-        if sample.op in SUMS and sample.taken is not None and bare(spot.name) == told.name:
+        if sample.op in SUMS and sample.outputs is not None and bare(spot.name) == told.name:
             start = next(start for part, start in of if bare(part.name) == told.name)
-            place, gradient = spot.taken - start, sample.taken.at(spot.taken)
+            place, gradient = spot.taken - start, sample.outputs.at(spot.taken)
     if place < 0:
         place = place_of(after)
     return records.WeightSample(

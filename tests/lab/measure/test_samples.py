@@ -41,7 +41,7 @@ def carried(group: dist.ProcessGroup) -> list[tuple[str, list[float], list[float
         layer(torch.ones(1))
         handle[0].wait()
     return [
-        (each.op, each.given.at(0), each.taken.at(0) if each.taken else [], each.at_once, each.inside)
+        (each.op, each.inputs.at(0), each.outputs.at(0) if each.outputs else [], each.at_once, each.inside)
         for each in samples.found
     ]
 
@@ -58,7 +58,7 @@ def beyond(group: dist.ProcessGroup) -> list[int]:
     with samples.watched(), messages.recorded():
         for _ in range(3):
             dist.all_reduce(torch.ones(3), group=group)
-    return [len(each.given.at(0)) for each in samples.found]
+    return [len(each.inputs.at(0)) for each in samples.found]
 
 
 def test_no_more_bytes_are_copied_than_allowed(ranks: Ranks) -> None:
