@@ -53,14 +53,14 @@ def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None
     answer = _times(group)
     best = Clock(0.0, float("inf"))
     for _ in range(ROUNDS):
-        asked = read()
+        sent_at = read()
         dist.send(_times(group), group=group, group_dst=rank)
         dist.recv(answer, group=group, group_src=rank)
-        arrived, returned = answer.tolist()  # on CUDA this waits for the answer
-        answered = read()
-        half = ((answered - asked) - (returned - arrived)) / 2  # of the time on the way
+        question_at, answer_at = answer.tolist()  # on CUDA this waits for the answer
+        received_at = read()
+        half = ((received_at - sent_at) - (answer_at - question_at)) / 2  # of the time on the way
         if half < best.uncertainty_s:
-            best = Clock(((asked - arrived) + (answered - returned)) / 2, half)
+            best = Clock(((sent_at - question_at) + (received_at - answer_at)) / 2, half)
     dist.send(answer.copy_(torch.tensor(best, dtype=torch.float64)), group=group, group_dst=rank)
 
 
