@@ -241,9 +241,9 @@ class Messages:
             result = pass_on(keys & KEYS_BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
-                # A process group written in Python reports its calls only here, and which it runs now.
-                told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
-                handle = told or dist.Work.unbox(work)
+                # A process group that is written in Python has the work of its current call in this attribute.
+                latest = getattr(dist.ProcessGroup.unbox(args[shape.group]), "latest_work", None)
+                handle = latest or dist.Work.unbox(work)
                 if sample is not None and self._samples is not None:
                     self._samples.launched(sample, handle)
                 self._open.append((len(self.found), handle))

@@ -12,6 +12,7 @@ from distlab.lab.measure.memory import MemoryLedger
 from distlab.techniques.collectives.phases import listening, phase
 from distlab.techniques.collectives.point_to_point import Peers, Pending
 from distlab.techniques.collectives.ring import all_reduce
+from distlab.techniques.transport.process_group import TcpBackend
 from tests.warm_ranks import Ranks
 
 
@@ -101,6 +102,27 @@ def test_each_call_has_its_ranks_its_bytes_and_its_end(ranks: Ranks) -> None:
         assert (by_op["send"].tag, by_op["recv"].nbytes, by_op["all_gather"].nbytes) == (5, 24, 72)
         assert all(message.start_s <= message.end_s for message in found)
         assert by_op["recv"].end_s - by_op["recv"].start_s >= 0.02  # its end is the end of its wait
+
+
+def awaited_over_tcp(group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the recorded seconds of an all_reduce over plain TCP, and those until its wait has returned."""
+    if not hasattr(dist.Backend, "TCP"):
+        TcpBackend("127.0.0.1", b"the key").register()
+    ranks = dist.get_process_group_ranks(group)
+    over_tcp = dist.new_group(ranks, backend="tcp", use_local_synchronization=True)
+    messages = Messages()
+    with messages.recorded():
+        began = time.perf_counter()
+        dist.all_reduce(torch.ones(3), group=over_tcp, async_op=True).wait()
+        waited = time.perf_counter() - began
+        messages.record_ends()
+        time.sleep(0.5)
+    return messages.found[0].end_s - messages.found[0].start_s, waited
+
+
+def test_a_call_over_tcp_ends_with_its_work_and_not_with_the_block(ranks: Ranks) -> None:
+    for recorded_s, waited_s in ranks(2, awaited_over_tcp):
+        assert recorded_s < waited_s + 0.25
 
 
 def rings(group: dist.ProcessGroup) -> tuple[int, float]:
