@@ -1,7 +1,6 @@
-"""What users of distlab import: a mode of their own takes its classes from `distlab.contract`, a test of their own
-`distlab.ranks`.
+"""The public interface: `distlab.ranks` for users' tests; their modes import classes from `distlab.contract`.
 
-torch is not imported here, so that the command `distlab` can answer before it has come in.
+torch is not imported here, so that the command `distlab` responds before torch is loaded.
 """
 
 from typing import Any
@@ -12,12 +11,13 @@ __all__ = ["batch", "load_ipython_extension", "ranks", "same_as_one_process"]
 
 
 def batch(*tensors: Any) -> Any:
-    """A batch that a script makes itself, as it is; under `distlab prove` the reference is given those of all ranks."""
+    """Return a batch that a script has made, unchanged; under `distlab prove` the reference gets the batches of all
+    ranks."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
 def load_ipython_extension(shell: object) -> None:
-    """`%load_ext distlab` in a notebook: the magics `%%ranks` and `%ranks`."""
+    """Load the magics `%%ranks` and `%ranks` for `%load_ext distlab` in a notebook."""
     from distlab.tools.notebook.magics import load
 
     load(shell)

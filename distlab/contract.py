@@ -1,10 +1,10 @@
-"""The contract of a mode: what a lesson states about itself, with a default that works for all that it leaves out.
+"""The contract of a mode: what a lesson declares about itself, with working defaults for everything else.
 
     MODE = Mode(variants=(Variant("per_parameter", per_parameter), Variant("ddp", ddp, by_torch=True)))
 
-is a whole mode: both variants are proven against one process, timed, counted and drawn. Whatever the lab knows of a
-mode it reads from this object, so a mode from outside of experiments/ is no different from ours. A mistake is a
-substitution (`Mistakes`, `Instead`): the right path never asks which mistake is on.
+is a complete mode: both variants are proven against one process, timed, counted and drawn. This object is all that the
+lab knows about a mode, so modes outside of experiments/ work like the lab's own. An injected bug replaces a part of the
+mode (`Mistakes`, `Instead`): the correct code never asks which bug is injected.
 """
 
 import inspect
@@ -32,36 +32,38 @@ from distlab.lab.workload.user_model import is_own
 class Strategy(Protocol):
     """One way of training a model on many ranks.
 
-    Its steps make the same calls, or it has an attribute `repeats_after`: the number of steps after which they repeat,
-    0 where they never do. With an attribute `layers`, this rank's by their number in the model, its passes and
-    gradients are seen in the order of a step (distlab/lab/measure/event_order.py). With a method `alike(kind)`, the
-    names and tensors of the "gradients" or "weights" that this rank holds whole and that are the same, to the bit,
-    wherever the name is held, these are compared between ranks (distlab/lab/verify/silent_corruption.py).
+    All its steps make the same calls, unless an attribute `repeats_after` gives the number of steps after which they
+    repeat, 0 for never. Two members are optional:
+
+        layers       this rank's layers by their number in the model: the order of their passes and gradients in a step
+                     is then recorded (distlab/lab/measure/event_order.py)
+        alike(kind)  yields names and tensors of those "gradients" or "weights" that this rank stores whole and that are
+                     bitwise equal on all ranks with this name: they are then compared between ranks
+                     (distlab/lab/verify/silent_corruption.py)
     """
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
-        """Forward and backward of this rank's microbatches, gradients synchronised, once a step.
+        """Run forward and backward of this rank's microbatches and synchronise the gradients, once per step.
 
-        Returns this rank's share of the loss, detached: the shares of all ranks add up to the mean loss of the batch.
-        None where a rank sees no loss.
+        Returns this rank's part of the loss, detached: the parts of all ranks add up to the mean loss of the batch.
+        None if the rank computes no loss.
         """
 
     def update(self) -> None:
         """Clip, and step the optimizer."""
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """A collective: dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a
-        time."""
+        """Yield dense "gradients", "weights" or "optimizer" state under dense names on rank 0, one at a time; a
+        collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: 'weights.<name>' and 'optimizer.<key>.<name>', each a view of what is trained on.
+        """Return the state for a checkpoint: 'weights.<name>' and 'optimizer.<key>.<name>', views of the live tensors.
 
-        Dense names; a Tensor where this rank holds it whole, a Piece or a DTensor where it holds a part, none where
-        nothing.
+        Names are dense; a value is a Tensor if this rank has all of it, a LocalShard or a DTensor if it has a part.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which `state_dict` gave and a checkpoint has filled in place."""
+        """Continue from `state`, which `state_dict` returned and a checkpoint has filled in place."""
 
 
 Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config)
@@ -69,22 +71,22 @@ Build: TypeAlias = Callable[..., Strategy]  # (model, mesh, config)
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a run: its name, and what makes its strategy on this rank; None where the mode's own `run` makes
-    something of it."""
+    """One column of a run: its name, and the function that makes its strategy on this rank; None if the mode's own
+    `run` handles it."""
 
     name: str
     build: Build | None = None
-    by_torch: bool = False  # PyTorch's own, which the others are held against
-    recomputes: bool = True  # whether LAB_RECOMPUTE is for it, and not a way of its own to what its layers drop
-    timed_part: int = 1  # beside others over gloo it takes one of so many timed steps (distlab/lab/verify/run_all.py)
-    sentence: str = ""  # on it, for the report; empty: the docstring of what makes it
-    formerly: str = ""  # a name that it had before, which LAB_VARIANT takes too
-    by_name: bool = False  # whether it runs only where LAB_VARIANT names it
-    like: str = ""  # the variant that sends and holds what it does: what is foretold and claimed of that holds for it
+    by_torch: bool = False  # whether it is PyTorch's own, for comparison with the others
+    recomputes: bool = True  # whether LAB_RECOMPUTE applies to it; False if it recomputes in its own way
+    timed_part: int = 1  # with other variants over gloo 1 of so many steps is timed (distlab/lab/verify/run_all.py)
+    sentence: str = ""  # its description in the report; empty: the docstring of `build`
+    formerly: str = ""  # an older name, which LAB_VARIANT also accepts
+    by_name: bool = False  # whether it runs only if LAB_VARIANT names it
+    like: str = ""  # a variant with the same bytes sent and stored, whose predictions and checks apply to this one too
 
     @property
     def description(self) -> str:
-        """The sentence on it, without its line breaks; empty where nobody wrote one."""
+        """Return its description in one line; empty if there is none."""
         build: Any = self.build
         while isinstance(build, partial):
             build = build.func
@@ -97,12 +99,12 @@ WHOLE_RUN = ("",)
 
 @dataclass(frozen=True)
 class Claims:
-    """A row of a mode's table: checks and comparisons by name, what makes them fail, and who has to make them.
+    """A row of a mode's table: required checks and comparisons, and a test that makes them fail.
 
-    Each variant in `of`, so many `times`, by each rank or by `one`, `when` it is so: one that vanishes is missed
-    (distlab/lab/report/verdict.py). `fails_in` is what makes them fail where no mistake of the mode is meant to, as
-    `tests/<file>::<test>`, or of the mode's own tests its name. A check whose name ends in a space stands for all that
-    begin so.
+    Each variant in `of` must make them so many `times`, on every rank or on `one`, if `when` is true; a missing one
+    fails the run (distlab/lab/report/verdict.py). `fails_in` names a test in which they fail if no injected bug of the
+    mode makes them fail: `tests/<file>::<test>`, or only the name of a test of the mode itself. A name that ends in a
+    space stands for all names with this prefix.
     """
 
     names: Sequence[str]
@@ -115,31 +117,31 @@ class Claims:
 
 @dataclass(frozen=True)
 class Held:
-    """What the timed steps of a variant are held to, where that is not one process that takes the same steps.
+    """How the timed steps of a variant are checked, if not by one process that takes the same steps.
 
-    Held(why="leaves numbers out, so losses differ")        nothing: its losses are only shown
+    Held(why="sends only the largest gradients, so losses differ")        not at all: its losses are only shown
     """
 
     why: str = ""
-    replicas: bool = True  # whether ranks that hold a weight whole hold the same numbers after the last step
+    replicas: bool = True  # whether replicated weights are equal after the last step
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What one step of a variant sent from this rank, and what it held: bytes for the backward pass, and all by
+    """What one step of a variant sent from this rank, and its memory: bytes for the backward pass, and bytes by
     class."""
 
     traffic: Traffic
     activation_bytes: int
     rest: dict[str, int]  # bytes by class (distlab/lab/measure/memory.py) between two steps
-    peak: dict[str, int]  # and when the step held most
-    most: dict[str, int] = field(default_factory=dict, kw_only=True)  # and of each class when the step held most of it
-    order: Order  # what happened in it
+    peak: dict[str, int]  # when their sum was largest
+    most: dict[str, int] = field(default_factory=dict, kw_only=True)  # the peak of each class by itself
+    order: Order  # of its events
 
 
 @dataclass(frozen=True)
 class Measured(Counted):
-    """`Counted`, and of the timed steps the bubble: on rank 0, where the variant marks its passes."""
+    """`Counted`, and the bubble of the timed steps: on rank 0, if the variant marks its passes."""
 
     bubble: float | None
 
@@ -149,19 +151,19 @@ ShardsWritten: TypeAlias = Callable[[list[Path], Path, int], tuple[list[Path], A
 
 
 def all_there(files: list[Path], partial: Path, rank: int) -> tuple[list[Path], Arrive]:  # noqa: ARG001
-    """A rank's files of a checkpoint when it says that they are written: all, and nothing arrives in the final folder
-    later."""
+    """Return a rank's checkpoint files at the moment when it reports them written: all, so that none has to arrive in
+    the final folder later."""
     return files, lambda final: None  # noqa: ARG005
 
 
 def where_it_was(batch: int) -> int:
-    """The batch of the epoch that a resumed run goes on with: the one that the checkpoint names."""
+    """Return the batch of the epoch with which a resumed run continues: the one in the checkpoint."""
     return batch
 
 
 @dataclass(frozen=True)
 class Instead:
-    """What takes the place of the right thing where a mistake is made; None leaves it as it is.
+    """The replacement of correct parts by an injected bug; None leaves a part unchanged.
 
     Instead(("flat",), {"GradientBuckets": StaleBuckets})    flat's module calls StaleBuckets so while flat is made
     Instead(run={"sampler_of": None})                        run(lab, sampler_of=None)
@@ -177,22 +179,22 @@ class Instead:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run has to have so that a mistake can show in it."""
+    """The requirements of a run in which an injected bug can show."""
 
     ranks: int = 2
     proof: bool = True
     clip: bool = False
     saves: bool = False
     microbatches: int = 1
-    variants: Sequence[str] = ()  # those that can make it, where `Instead.variants` does not say so; empty: all
-    # Why these settings hide it, as `WORLD_SIZE=1: it takes two`.
+    variants: Sequence[str] = ()  # those that can have the bug, if `Instead.variants` is empty; empty: all
+    # Why these settings hide it, such as `WORLD_SIZE=1: it takes two`.
     unless: Callable[[Config], str] = lambda config: ""  # noqa: ARG005
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A classic mistake that LAB_BUG makes on purpose: what breaks, the check that sees it, what is done instead, what
-    it needs."""
+    """A classic mistake that LAB_BUG injects: what breaks, the check that catches it, the replaced parts, and the
+    requirements."""
 
     what: str
     check: str
@@ -200,7 +202,7 @@ class Mistake:
     needs: Needs = Needs()
 
     def hidden(self, mode: "Mode", config: Config) -> str:
-        """Why no check of this run could see it, a phrase behind "cannot be detected with"; empty if one could."""
+        """Return why no check of this run can catch it, to follow "cannot be detected with"; empty if one can."""
         needs, makers = self.needs, list(self.where.variants or self.needs.variants)
         impossible = mode.cannot(config)
         chosen = [name for name in makers if not config.variant or name in config.variant]
@@ -233,7 +235,7 @@ def itself(wrong: Any) -> Any:
 
 
 class Mistakes(dict[str, Mistake]):
-    """The mistakes of a mode by name, each stated at the wrong thing, whose docstring is the sentence on what breaks.
+    """The injected bugs of a mode by name, each declared at the wrong part, whose docstring says what breaks.
 
     mistake = Mistakes()
 
@@ -246,14 +248,14 @@ class Mistakes(dict[str, Mistake]):
         self, name: str, *, check: str, part: str, of: Sequence[str] = (), needs: Needs = Needs(),
         put: Callable[[Any], Any] = itself,
     ) -> Callable[[Wrong], Wrong]:  # fmt: skip
-        """Decorates what takes the place of a part where LAB_BUG is `name`; returns it as it is.
+        """Decorate the replacement of a part for LAB_BUG=`name`; returns it unchanged.
 
         Args:
-            check: the check that sees it.
-            part: a name in the module of the makers of the variants `of`; without `of` a keyword of the mode's own run;
-                or a field of the Mode: batches, shards_written or resumed_batch.
-            needs: what a run has to have so that it shows.
-            put: makes of what is decorated what the part takes.
+            check: the check that catches it.
+            part: a name in the module that makes the variants `of`; without `of` a keyword argument of the mode's own
+                run; or a field of the Mode: batches, shards_written or resumed_batch.
+            needs: requirements of a run in which it shows.
+            put: turns the decorated object into the value of the part.
         """
 
         def stated(wrong: Wrong) -> Wrong:
@@ -271,14 +273,14 @@ class Mistakes(dict[str, Mistake]):
 
 
 def sentence_on(wrong: object) -> str:
-    """The first paragraph of its docstring, to go on with behind a colon."""
+    """Return the first paragraph of its docstring, to follow a colon."""
     words = " ".join(inspect.cleandoc(wrong.__doc__ or "").partition("\n\n")[0].split())
     return words[:1].lower() + words[1:].removesuffix(".")
 
 
 def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callable[..., Strategy]:
-    """The same maker, which finds `parts` under their names in its module; is given those that have no name there by
-    keyword, as a mode from outside of the lab may want it."""
+    """Return the same maker with `parts` in place of the names in its module; a part without a name there becomes a
+    keyword argument, for modes outside of the lab."""
     maker: Any = make
     while isinstance(maker, partial):
         maker = maker.func
@@ -295,7 +297,7 @@ def made_with(make: Callable[..., Strategy], parts: Mapping[str, Any]) -> Callab
 
 @contextmanager
 def replaced(names: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]:
-    """Let names of a module, `vars(module)`, stand for `others` inside."""
+    """Replace names of a module, given as `vars(module)`, by `others` inside the block."""
     kept = {name: names[name] for name in others}
     names.update(others)
     try:
@@ -305,19 +307,19 @@ def replaced(names: dict[str, Any], others: Mapping[str, Any]) -> Iterator[None]
 
 
 def trained(config: Config) -> str:
-    """What is trained, for headings."""
+    """Return a description of the model, for headings."""
     return outline(config).describe()
 
 
 def untrainable(config: Config, num_shards: int | None = None) -> list[str]:
-    """Sentences why no model of these sizes can be trained on batches dealt in `num_shards` parts, by default one a
-    rank."""
+    """Return reasons why no model of these sizes can be trained on batches in `num_shards` shards (default: one per
+    rank)."""
     shards = config.world_size if num_shards is None else num_shards
     return models.refusals(config) + data.refusals(config, shards) + data.text_refusals(config)
 
 
 def ruled_out(*reasons: tuple[Iterable[str], object, str]) -> dict[str, str]:
-    """Of each variant the first reason that applies: (the variants, whether it applies, why)."""
+    """Return for each variant the first reason that applies; a reason is (the variants, whether it applies, why)."""
     found: dict[str, str] = {}
     for names, applies, why in reasons:
         for name in names if applies else ():
@@ -326,7 +328,7 @@ def ruled_out(*reasons: tuple[Iterable[str], object, str]) -> dict[str, str]:
 
 
 def untrained(config: Config) -> list[str]:
-    """A sentence for a model of one's own where a mode trains none."""
+    """Return a sentence if a user's model is set in a mode that trains no model."""
     if not is_own(config.model):
         return []
     return [f"LAB_MODEL={config.model!r}: {config.mode_name} trains nothing, so run it in dp, fsdp or pp"]
@@ -334,84 +336,82 @@ def untrained(config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Mode:
-    """A lesson, as the lab sees it; every field has a default that works."""
+    """A mode; every field has a working default."""
 
-    idea: str = ""  # the docstring of its lesson, which whoever loads it fills in
+    idea: str = ""  # the docstring of its lesson, filled in when it is loaded
     variants: tuple[Variant, ...] = ()  # in reading order, the simplest first
-    run: Callable[[Any], None] | None = (
-        None  # on a lab.Lab; None: all variants are measured, and held against `predict`
-    )
-    model: Callable[[Config, int], Model] = build_model  # by a seed, in float32 on the CPU: what one process trains
-    more_parameters: Callable[[Config], float] = lambda config: 0.0  # noqa: ARG005  than LAB_MODEL has, to foretell memory
+    run: Callable[[Any], None] | None = None  # with a lab.Lab; None: measure all variants and compare with `predict`
+    model: Callable[[Config, int], Model] = build_model  # the dense model of a seed, in float32 on the CPU
+    more_parameters: Callable[[Config], float] = lambda config: 0.0  # noqa: ARG005  than LAB_MODEL, to estimate memory
     title: Callable[[Config], str] = trained
-    options: type[ModeOptions] = ModeOptions  # its own variables, and sizes where its defaults differ
-    axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # the batch is dealt along "dp"
+    options: type[ModeOptions] = ModeOptions  # its own variables, and defaults of common variables that differ
+    axes: Callable[[Config], dict[str, int]] = lambda config: {"dp": config.world_size}  # batches are split along "dp"
     predict: Callable[[Config], list[Prediction]] = lambda config: []  # noqa: ARG005
     refuse: Callable[[Config], list[str]] = untrainable
-    # The variants that these settings rule out, and why.
+    # The variants that these settings exclude, and why.
     cannot: Callable[[Config], Mapping[str, str]] = lambda config: {}  # noqa: ARG005
-    # Its table of checks, to which those of the passes belong; None: these where it has no `run` of its own.
+    # Its table of checks, including those of the passes; None: only those of the passes, without its own `run`.
     claims: Callable[["Mode", Config], Sequence[Claims]] | None = None
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
-    gone: Mapping[str, str] = field(default_factory=dict)  # variants and bugs of before: what to use in their place
-    headline: tuple[str, str] = ("", "")  # the variant that a rank's log tells, and what the rank does in it
-    unsaved: str = ""  # why it makes no checkpoints, as `trains nothing`; empty where it does
-    shards: bool = False  # whether all ranks of a variant together hold one copy of what is trained
-    at_once: int = 0  # trainings beside each other, each of a stream of samples, where they are not its variants
-    stepped: bool = False  # whether it trains by itself, and says when a step begins (Lab.begin_step)
-    takes_back: bool = False  # whether a rank that is started again rejoins the run (distlab/lab/cluster/rejoin.py)
-    recomputes: bool = False  # whether its ranks run whole layers, so that LAB_RECOMPUTE can run them again
-    reading: tuple[str, ...] = ()  # the files of the lesson in the order in which they are read, each with what it has
-    # Of each mistake that is one line of its lesson.py: the line, and what stands there instead.
+    gone: Mapping[str, str] = field(default_factory=dict)  # removed variants and bugs, and what to use instead
+    headline: tuple[str, str] = ("", "")  # the variant that a rank's log shows, and what the rank does in it
+    unsaved: str = ""  # why it makes no checkpoints, such as `trains nothing`; empty if it does
+    shards: bool = False  # whether all ranks of a variant together store one copy of the training state
+    at_once: int = 0  # the number of simultaneous trainings, if these are not its variants
+    stepped: bool = False  # whether it trains by itself, and calls Lab.begin_step
+    takes_back: bool = False  # whether a restarted rank rejoins the run (distlab/lab/cluster/rejoin.py)
+    recomputes: bool = False  # whether its ranks run whole layers, which LAB_RECOMPUTE needs
+    reading: tuple[str, ...] = ()  # the lesson's files in reading order, each with a description
+    # For each injected bug that changes one line of lesson.py: the line, and its replacement.
     in_lesson: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()  # variants that run by name alone, where nobody named them
-    # What a mistake may replace in the passes.
+    left_out: tuple[str, ...] = ()  # variants that run only by name, and were not requested
+    # Parts of the passes that an injected bug may replace.
     batches: Callable[..., Batches] = Batches
     shards_written: ShardsWritten = all_there
     resumed_batch: Callable[[int], int] = where_it_was
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its variants' names, in reading order."""
+        """Return its variants' names, in reading order."""
         return tuple(variant.name for variant in self.variants)
 
     @property
     def formerly(self) -> dict[str, str]:
-        """The variants' names of before, each with the name that took its place."""
+        """Return the variants' current names by their older ones."""
         return {variant.formerly: variant.name for variant in self.variants if variant.formerly}
 
     @property
     def by_torch(self) -> tuple[str, ...]:
-        """The variants that are PyTorch's own."""
+        """Return the variants that are PyTorch's own."""
         return tuple(variant.name for variant in self.variants if variant.by_torch)
 
     @property
     def by_hand(self) -> tuple[str, ...]:
-        """The lesson's variants that are trained by the passes and are not PyTorch's own; nor one's own."""
+        """Return the lesson's own variants that the passes train, without PyTorch's and the user's."""
         return tuple(each.name for each in self.variants if each.build and not each.by_torch and not is_own(each.name))
 
     @property
     def sentence(self) -> str:
-        """Its idea in one sentence, for the first line of a log."""
+        """Return its idea in one sentence, for the first line of a log."""
         return " ".join(self.idea.split("\n\n")[0].split())
 
     @property
     def stories(self) -> dict[str, str]:
-        """What a rank does in each variant."""
+        """Return what a rank does in each variant."""
         return {each.name: each.description for each in self.variants} | dict([self.headline])
 
     @property
     def timed(self) -> bool:
-        """Whether the training of any variant is timed by itself."""
+        """Return whether the training of any variant is timed by itself."""
         return any(variant.build is not None for variant in self.variants)
 
     @property
     def audits(self) -> bool:
-        """Whether its ranks train, so that what they hold alike can be compared."""
+        """Return whether its ranks train, so that replicated tensors can be audited."""
         return self.timed or self.stepped or bool(self.at_once)
 
     def all_predictions(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """These, of the variants that it has, and the same of each that is like one of them, unless it has its own."""
+        """Return the predictions of its variants, with copies for variants that are `like` another and have none."""
         own = {(each.variant, each.name) for each in predictions}
         like = [(variant.name, variant.like) for variant in self.variants if variant.like]
         copied = [replace(each, variant=name) for name, other in like for each in predictions if each.variant == other]
@@ -419,25 +419,25 @@ class Mode:
         return [*known, *(each for each in copied if (each.variant, each.name) not in own)]
 
     def with_like(self, names: Sequence[str]) -> list[str]:
-        """These variants, and those that are like one of them."""
+        """Return these variants, and those that are `like` one of them."""
         return [
             *names,
             *(each.name for each in self.variants if each.like and each.like in names and each.name not in names),
         ]
 
     def requested(self, names: Sequence[str]) -> "Mode":
-        """The same without the variants that nobody named, where they run by name alone."""
+        """Return the mode without variants that run only by name and are not in `names`."""
         left_out = tuple(each.name for each in self.variants if each.by_name and each.name not in names)
         kept = tuple(each for each in self.variants if each.name not in left_out)
         return replace(self, variants=kept, left_out=left_out)
 
     def mistake_record(self, bug: str | None) -> dict[str, str]:
-        """What the records say of the mistake `bug`; empty if it is none."""
+        """Return the record of the injected bug `bug`; empty if there is none."""
         made = self.mistakes.get(bug or "")
         return {"name": bug or "", "what": made.what, "check": made.check} if made else {}
 
     def mistaken(self, bug: str | None) -> "Mode":
-        """The same with the mistake `bug` made, if it is one."""
+        """Return the mode with the bug `bug` injected, if it has it."""
         if bug is None or bug not in self.mistakes:
             return self
         where = self.mistakes[bug].where
@@ -454,6 +454,6 @@ class Mode:
         return replace(self, variants=made, run=run, **others)
 
 
-# What a mode of one's own is made of: `from distlab.contract import Mode, Variant`.
+# The names for users' own modes: `from distlab.contract import Mode, Variant`.
 
 __all__ = ["Instead", "Mistake", "Mistakes", "Mode", "Needs", "Strategy", "Variant"]

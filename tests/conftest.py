@@ -1,5 +1,4 @@
-"""Fixtures of all tests, which of them run beside each other and which are slow, and the rule that a CI leaves none
-out."""
+"""Fixtures of all tests, their distribution to workers, the slow ones, and the rule that a CI skips none."""
 
 import os
 from collections.abc import Iterator
@@ -11,28 +10,32 @@ from tests.labs import Runs
 from tests.slow import slow_of
 from tests.warm_ranks import Ranks
 
-# An example of hypothesis is no measurement: beside other work one took 379 ms where its default allows 200.
+# An example of hypothesis is no measurement: with other work on the machine one took 379 ms, and the default limit is 200.
 settings.register_profile("distlab", deadline=None)
 settings.load_profile("distlab")
 
-# What takes longest, so that none of it is left alone at the end.
+# The longest files, started first so that none runs alone at the end.
 MINUTES = (
     "tests/compose/test_fit.py", "tests/compose/test_restart.py", "tests/compose/test_own.py",
     "tests/compose/test_elastic.py", "tests/experiments/test_bugs.py", "tests/experiments/test_proofs.py",
     "tests/test_strangers.py", "tests/lab/cluster/test_elastic_processes.py",
     "tests/tools/testing/test_plugin.py", "tests/tools/check/test_faults.py", "tests/docs/test_outputs.py",
 )  # fmt: skip
-# Few tests of theirs call functions on warm ranks: one worker has these, and starts the ranks once.
+# Files with few calls on warm ranks: one worker runs all of them, and starts the ranks once.
 TOGETHER = (
     "tests/test_strangers.py", "tests/lab/report/test_export.py", "tests/lab/rank/test_link_speed.py",
     "tests/test_lessons.py", "tests/test_warm_ranks.py",
 )  # fmt: skip
-APART = ("tests/tools/check/test_faults.py", "tests/docs/test_outputs.py", "tests/compose/")  # tests that share nothing
+APART = (
+    "tests/tools/check/test_faults.py",
+    "tests/docs/test_outputs.py",
+    "tests/compose/",
+)  # their tests share nothing, so each may run on any worker
 
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
-    """Functions called on warm ranks: `ranks(3, function, *args)`; the ranks start with the first call."""
+    """Call functions on warm ranks: `ranks(3, function, *args)`; the ranks start at the first call."""
     pool = Ranks(str(pytestconfig.rootpath), pytestconfig.getini("distlab_preload"))
     yield pool
     pool.close()
@@ -40,7 +43,7 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Whole experiments in the pool; each is made once, whichever worker asks first."""
+    """Whole experiments in the pool; each runs once, on the first worker that requests it."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
     folder.mkdir(exist_ok=True)
@@ -49,16 +52,16 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests are marked, and left out of a folder that is named without -m; a file or a test that is named is run
-    whole. Where tests run beside each other (`pytest -n 2 --dist loadgroup`) those of a file run in turn, what takes
-    longest first."""
+    """Mark slow tests, and deselect them in folders that are named without -m; a named file or test runs completely. In
+    parallel (`pytest -n 2 --dist loadgroup`) the tests of a file run in sequence on one worker, the longest files
+    first."""
     slow = slow_of(item.nodeid for item in items)
-    asked = {(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args}
+    named = {(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args}
     deselected = []
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
-            if not config.option.markexpr and item.path not in asked:
+            if not config.option.markexpr and item.path not in named:
                 deselected.append(item)
         item.add_marker(pytest.mark.xdist_group(group_of(item.nodeid)))
     if deselected:
@@ -69,15 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def group_of(name: str) -> str:
-    """The tests that one worker runs in turn: those of a file, which may share what they make."""
+    """Return the group of tests that one worker runs in sequence: a file, whose tests may share results."""
     if name.startswith(APART):
         return name
     file = name.partition("::")[0]
     return TOGETHER[0] if file in TOGETHER else file
 
 
-def left_out(terminal: pytest.TerminalReporter) -> list[str]:
-    """In a CI, the tests that were skipped for anything but a missing GPU, with the reason."""
+def skipped(terminal: pytest.TerminalReporter) -> list[str]:
+    """Return the tests that a CI skipped for another reason than a missing GPU, with the reason."""
     if not os.environ.get("CI"):
         return []
     reports = terminal.stats.get("skipped", [])
@@ -90,14 +93,14 @@ def left_out(terminal: pytest.TerminalReporter) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A green run in a CI has tried all that can be tried there."""
+    """Fail a CI run that skipped tests which could run there."""
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and left_out(terminal):
+    if terminal is not None and skipped(terminal):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    missing = left_out(terminalreporter)
+    missing = skipped(terminalreporter)
     if missing:
-        terminalreporter.section("left out, which a CI does not allow", red=True)
+        terminalreporter.section("skipped tests, which a CI does not allow", red=True)
         terminalreporter.write_line("\n".join(missing))

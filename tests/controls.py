@@ -1,4 +1,4 @@
-"""Every claim that decides names what makes it fail: a mistake of its mode, or a test that there is."""
+"""Every check must name an injected bug of its mode, or an existing test, that makes it fail."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ TOP = Path(__file__).parent.parent
 
 
 def uncontrolled(run: dict[str, Any], mode: Mode) -> list[str]:
-    """The deciding claims of a run without such a thing, and those that are only shown without a reason."""
+    """Return the checks of a run without a valid control, and informational comparisons without a reason."""
     claims = run["checks"] + run["comparisons"]
     return sorted(
         {
@@ -23,7 +23,7 @@ def uncontrolled(run: dict[str, Any], mode: Mode) -> list[str]:
 
 
 def there(control: str, mode: Mode) -> bool:
-    """Whether `LAB_BUG=<mistake>` is one of the mode's, or `tests/<file>::<test>` a test."""
+    """Return whether `LAB_BUG=<name>` is a bug of the mode, or `tests/<file>::<test>` an existing test."""
     if control.startswith("LAB_BUG="):
         return control.removeprefix("LAB_BUG=") in mode.mistakes
     return test_of(control)

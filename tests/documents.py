@@ -1,4 +1,4 @@
-"""What the pages in docs/ point to, and what of it is not there: files, tests, modes, variants, bugs and settings."""
+"""Find names in docs/ that do not exist: files, tests, modes, variants, bugs and settings."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ SUFFIXES = (".py", ".md", ".yaml", ".sh", ".toml")
 
 
 def tables(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each row of each table with the heading above it; headers and rules left out."""
+    """Yield each row of each table with the heading above it, without headers and rules."""
     heading, before = "", ""
     for line in text.splitlines():
         if line.startswith("#"):
@@ -31,18 +31,18 @@ def tables(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def coverage_rows() -> list[tuple[str, list[str]]]:
-    """What the lessons teach, where they are wrong, and what does it here: tests/coverage.toml."""
+    """Return the rows of tests/coverage.toml: topics and errors of the lessons, and the code for each."""
     taught = tomllib.loads((TOP / "tests" / "coverage.toml").read_text())
     return [(heading, row) for heading, rows in taught.items() for row in rows]
 
 
 def spans(text: str) -> list[str]:
-    """What stands between backticks."""
+    """Return the texts between backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def faults(span: str) -> list[str]:
-    """What a span names and the repository does not have; a span that names nothing has no faults."""
+    """Return what a span names and the repository does not have; empty for a span that names nothing."""
     if "RUN_MODE=" in span:
         return settings_faults(span)
     if not FILE.fullmatch(span) or not (span.partition("::")[0].endswith((*SUFFIXES, "/"))):
@@ -57,29 +57,29 @@ def faults(span: str) -> list[str]:
 
 
 def settings_faults(span: str) -> list[str]:
-    """Of `RUN_MODE=dp LAB_VARIANT=flat,ddp make run`: a mode, a variant, a bug or a setting that does not exist."""
-    given = dict(word.split("=", 1) for word in shlex.split(span) if re.match(r"[A-Z_]+=", word))
-    if given["RUN_MODE"] not in modes():
-        return [f"there is no mode {given['RUN_MODE']}"]
-    mode = load(given["RUN_MODE"])
+    """Return a missing mode, variant, bug or setting of a span such as `RUN_MODE=dp LAB_VARIANT=flat,ddp make run`."""
+    settings = dict(word.split("=", 1) for word in shlex.split(span) if re.match(r"[A-Z_]+=", word))
+    if settings["RUN_MODE"] not in modes():
+        return [f"there is no mode {settings['RUN_MODE']}"]
+    mode = load(settings["RUN_MODE"])
     known = aliases(Config) | aliases(mode.options)
-    wrong = [f"there is no variable {name}" for name in given if name not in known]
-    named = given.get("LAB_VARIANT", "")
+    wrong = [f"there is no variable {name}" for name in settings if name not in known]
+    named = settings.get("LAB_VARIANT", "")
     wrong += [
-        f"{given['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.names
+        f"{settings['RUN_MODE']} has no variant {name}" for name in named.split(",") if name and name not in mode.names
     ]
-    bug = given.get("LAB_BUG", next(iter(mode.mistakes)))
+    bug = settings.get("LAB_BUG", next(iter(mode.mistakes)))
     if bug not in mode.mistakes:
-        wrong.append(f"{given['RUN_MODE']} has no LAB_BUG={given['LAB_BUG']}")
+        wrong.append(f"{settings['RUN_MODE']} has no LAB_BUG={settings['LAB_BUG']}")
     return wrong
 
 
 def names_a_file(span: str) -> bool:
-    """Whether a span is a file that does something: code, or a file of the cluster, and no page."""
+    """Return whether a span is a file with code or configuration, not a page."""
     return bool(FILE.fullmatch(span)) and span.partition("::")[0].endswith((".py", ".yaml", ".sh"))
 
 
 def points_somewhere(span: str) -> bool:
-    """Whether a span is of a kind that `faults` looks at."""
+    """Return whether `faults` checks this kind of span."""
     path = span.partition("::")[0]
     return "RUN_MODE=" in span or bool(FILE.fullmatch(span) and path.endswith((*SUFFIXES, "/")))

@@ -1,4 +1,4 @@
-"""What users rely on, as `interface.toml` lists it: literals, and nothing that is computed from the code."""
+"""The stable interface in `interface.toml`: literals only, nothing computed from the code."""
 
 import tomllib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ FROZEN: dict[str, Any] = tomllib.loads(Path(__file__).with_name("interface.toml"
 
 
 def missing(now: Iterable[str], *path: str) -> list[str]:
-    """The names at this place of interface.toml that are not there any more."""
+    """Return the names at this key of interface.toml that are missing now."""
     frozen = FROZEN
     for key in path:
         frozen = frozen[key]
@@ -18,5 +18,5 @@ def missing(now: Iterable[str], *path: str) -> list[str]:
 
 
 def claims_of(mode: str, kind: str) -> list[str]:
-    """The checks and comparisons of a mode that interface.toml has as "claimed" or "made"."""
+    """Return the checks and comparisons that interface.toml lists for a mode as "claimed" or "made"."""
     return [name for name, owners in FROZEN[kind].items() if mode in owners or owners == ["every mode"]]

@@ -1,4 +1,4 @@
-"""A whole experiment inside the pool of ranks: everything of a run but its containers and its heartbeats."""
+"""Run whole experiments on the pool of ranks: like a run, but without containers and heartbeats."""
 
 import dataclasses
 import fcntl
@@ -57,12 +57,12 @@ def run_experiment(
     lines = ranks(world_size, one_rank, settings, str(folder), None, until, timeout_s=100)
     by_rank = {rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}
     run = judge(by_rank)
-    assert not (found := uncontrolled(run, mode)), f"no mistake and no test makes fail: {found}"
+    assert not (found := uncontrolled(run, mode)), f"no injected bug and no test makes these fail: {found}"
     return run, by_rank
 
 
 class Ran(NamedTuple):
-    """A run that was made: run.json, the records of each rank, and the folder with its logs."""
+    """A finished run: run.json, the records of each rank, and the folder with its logs."""
 
     judged: dict[str, Any]
     records: dict[int, list[records.Record]]
@@ -70,9 +70,8 @@ class Ran(NamedTuple):
 
 
 class Runs:
-    """The runs of a session of tests: what is asked for twice is run once, by whichever worker comes first, and read
-    from the folder by the others. `runs(3, RUN_MODE="dp").judged`; `until` a check has failed as in
-    `run_experiment`."""
+    """The runs of a test session, `runs(3, RUN_MODE="dp").judged`: equal settings run once, on the first worker that
+    requests them, and other workers read the folder. `until` is as in `run_experiment`."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self._ranks, self._folder = ranks, folder
@@ -85,8 +84,8 @@ class Runs:
         return self._read[name]
 
     def _made(self, name: str, world_size: int, until: str, environ: dict[str, str]) -> Ran:
-        with (self._folder / name).open("a+") as made:  # has the run's folder once all ranks have written
-            fcntl.flock(made, fcntl.LOCK_EX)  # for as long as one run takes, which the pool bounds
+        with (self._folder / name).open("a+") as made:  # contains the path of the run's folder when the run is complete
+            fcntl.flock(made, fcntl.LOCK_EX)  # during one run, whose time the pool limits
             made.seek(0)
             folder = Path(made.read() or tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
             if not made.tell():
@@ -98,9 +97,9 @@ class Runs:
 
 
 def failed_with(ranks: Ranks, folder: Path, faults: str, fault: str, **environ: str) -> set[str]:
-    """What fails of a tiny run of two ranks with a wrong line: FAULTS of the module `faults` has its owner, its name and
-    what is to take its place."""
-    own = folder / "-".join([fault, *environ.values()])  # ranks that meet in one folder twice would read old answers
+    """Return the failed checks of a tiny run of two ranks with a fault; FAULTS of the module `faults` has its owner, its
+    name and its replacement."""
+    own = folder / "-".join([fault, *environ.values()])  # in a folder that is used twice ranks would read old answers
     own.mkdir()
     settings = TINY | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_MODEL": "mlp"} | environ
     lines = ranks(2, one_faulty_rank, faults, fault, settings, str(own))
@@ -110,7 +109,7 @@ def failed_with(ranks: Ranks, folder: Path, faults: str, fault: str, **environ: 
 def one_faulty_rank(
     group: dist.ProcessGroup, faults: str, fault: str, settings: dict[str, str], folder: str
 ) -> list[str]:
-    """What each rank of such a run does."""
+    """Run one rank of such a run; returns its records as lines."""
     owner, name, wrong = importlib.import_module(faults).FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, wrong(getattr(owner, name)))
@@ -120,11 +119,11 @@ def one_faulty_rank(
 def one_rank(
     group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None, until: str = ""
 ) -> list[str]:
-    """What each rank does: a Lab on the pool's group, the experiment, and its records as lines."""
+    """Run the experiment on one rank, with a Lab on the pool's group; returns its records as lines."""
     lab = lab_of(group, settings, folder, mode, until)
     try:
         with suppress(Decided), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(benchmark, "REPEATED_BYTES", 0)  # a call a round: tests have no use for how long 16 take
+            patch.setattr(benchmark, "REPEATED_BYTES", 0)  # one call per round: tests do not need the time of 16
             (lab.mode.run or everything)(lab)
     finally:
         disconnect()
@@ -133,11 +132,11 @@ def one_rank(
 
 
 class Decided(Exception):
-    """The check that a run was made for has failed: the rest of the run would change nothing of that."""
+    """Raised when the check that a run is made for has failed, because the rest of the run is not needed."""
 
 
 def end_once_failed(until: str, config: Config, exchange: Exchange, journal: Journal) -> None:
-    """By all ranks at the end of a section: end the run where the check `until` has failed in all variants."""
+    """End the run if the check `until` has failed in all variants; all ranks call it at the end of a section."""
     claims = [each for each in journal.records if isinstance(each, records.Check | records.Comparison)]
     mine = [claim.variant for claim in claims if claim.name == until and not passes(claim)]
     everyones = {variant for of_rank in exchange.everyone("decision", mine) for variant in of_rank or ()}
@@ -146,24 +145,24 @@ def end_once_failed(until: str, config: Config, exchange: Exchange, journal: Jou
 
 
 def shows_in_all(variants: Collection[str], chosen: Collection[str]) -> bool:
-    """Whether a check that failed for these variants did so for all that were asked for, or for the run as a whole."""
+    """Return whether a check that failed for `variants` failed for all requested ones, or for the run as a whole."""
     return set(variants) == {""} or (bool(chosen) and set(variants) >= set(chosen))
 
 
 def lab_of(
     group: dist.ProcessGroup, settings: dict[str, str], folder: str, mode: Mode | None = None, until: str = ""
 ) -> Lab:
-    """This rank's Lab on the pool's group, with a journal in `folder`; the mode is that of the settings, or another. It
-    raises Decided as soon as a section ends in which the check `until` has failed."""
+    """Return this rank's Lab on the pool's group, with a journal in `folder`, for `mode` or the mode of the settings. It
+    raises Decided at the end of a section in which the check `until` has failed."""
     config = Config.read(settings | {"RANK": str(group.rank())})
     journal = Journal()
     journal.open(Path(folder), group.rank())
     log_by_records(journal, config)
-    given = mode or load_for(config)
-    mode = mode or given.mistaken(config.bug)
+    requested = mode or load_for(config)
+    mode = mode or requested.mistaken(config.bug)
     start = records.Start(group.rank(), "test", config.run_mode, group.size(), "host", config.written(), {}, {})
-    told = {"mistake": given.mistake_record(config.bug), "idea": mode.sentence, "stories": mode.stories}
-    journal.write(replace(start, by_torch=list(mode.by_torch), **told))
+    shown = {"mistake": requested.mistake_record(config.bug), "idea": mode.sentence, "stories": mode.stories}
+    journal.write(replace(start, by_torch=list(mode.by_torch), **shown))
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     exchange = Exchange(store, group.rank(), group.size(), timeout_s=30)
     unseen = why_unseen(config.backend, group.size())
@@ -176,7 +175,7 @@ def lab_of(
     store_ports = [store_port()]
     if mode.takes_back:
         hooks = dataclasses.replace(hooks, membership=(membership := membership_of(config, exchange)))
-        store_ports.append(membership.cluster.server_at[1])  # its heartbeats, too, are no wire of the training's
+        store_ports.append(membership.cluster.server_at[1])  # its heartbeats are no traffic of the training either
     ledger = Ledger(group.rank(), group.size(), exchange.everyone, store_ports, unseen=unseen)
     lab = Lab(config, mode, torch.device("cpu"), group, exchange, ledger, journal, hooks)
     journal.write(expected(config, mode))
@@ -185,20 +184,20 @@ def lab_of(
 
 
 class PooledWatch(Watchdog):
-    """A watch whose end is not that of its process: a rank of the pool outlives the run."""
+    """A watch that does not end its process, because a rank of the pool outlives the run."""
 
     def _leave(self, own: Verdict, lost: set[int], *, declared_dead: bool = False) -> NoReturn:  # noqa: ARG002
         self._ending.set()
-        raise SystemExit  # of its thread
+        raise SystemExit  # ends this thread
 
 
-served: list[Watchdog] = []  # of the last Lab of this process whose ranks come and go
+watches: list[Watchdog] = []  # of this process's last Lab with elastic membership
 
 
 def disconnect() -> None:
-    """End what `membership_of` began: heartbeats would count as the traffic of the next test."""
-    while served:
-        watch = served.pop()
+    """End the watches of `membership_of`: their heartbeats would count as traffic of the next test."""
+    while watches:
+        watch = watches.pop()
         watch._ending.set()
         watch.join()
         watch._signals.close()
@@ -208,18 +207,18 @@ def disconnect() -> None:
 
 
 def membership_of(config: Config, exchange: Exchange) -> Membership:
-    """What a mode has whose ranks come and go: a server of rank 0, to which all ranks of the pool connect."""
+    """Return an elastic membership: a server on rank 0, to which all ranks of the pool connect."""
     port = exchange.share("port", free_port() if exchange.rank == 0 else None)
     config = config.model_copy(update={"master_port": port, "lost_after_s": 30.0, "run_id": "pool"})
     cluster = join(config, "pool", lambda _line: None, elastic=True)
     watch = PooledWatch(cluster, config, print, lambda verdict, succession: None)
-    served.append(watch)
+    watches.append(watch)
     watch.start()
     return Membership(cluster, watch, config.collective_timeout_s, lambda: None, rejoined=False)
 
 
 def store_port() -> int:
-    """On a rank: the port of the store of all ranks, whose traffic is nobody's."""
+    """Return the port of the store of all ranks, whose traffic is not counted."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -228,19 +227,19 @@ def store_port() -> int:
 
 
 def built(mode: Mode, name: str, model: Model, group: dist.ProcessGroup, config: Config) -> Any:
-    """The strategy of one variant on the pool's group, with the mistake that LAB_BUG asks for."""
+    """Return the strategy of one variant on the pool's group, with the bug of LAB_BUG."""
     (variant,) = [each for each in mode.mistaken(config.bug).variants if each.name == name]
     assert variant.build is not None
     return variant.build(model, Mesh.grid(mode.axes(config), group), config)
 
 
 def failed(run: dict[str, Any]) -> set[str]:
-    """The names of the checks and comparisons of a run that did not hold."""
+    """Return the names of the failed checks and comparisons of a run."""
     return {claim["name"] for claim in run["checks"] + run["comparisons"] if not claim["passed"]}
 
 
 def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
-    """Fill one strategy's live state from another's on the same rank, as a checkpoint does."""
+    """Copy one strategy's live state into another's on the same rank, as a checkpoint does."""
     assert set(source) == set(target)
     for label, held in source.items():
         if isinstance(held, LocalShard):
@@ -252,5 +251,5 @@ def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
 
 
 def sampling_errors(count: float, draws: int, share: float) -> float:
-    """How far a count is from its expectation, in deviations of as many fair draws of that share."""
+    """Return how many standard deviations a count of `draws` with this probability is from its expectation."""
     return abs(count - draws * share) / math.sqrt(draws * share * (1 - share))

@@ -1,4 +1,4 @@
-"""A command in processes of its own, with a bound: what does not end says where each of its processes stood."""
+"""Run a command with a time limit; if it does not end, the test fails with the stacks of all its processes."""
 
 import os
 import re
@@ -14,70 +14,70 @@ import pytest
 
 from tests.warm import Warm
 
-ASKS = re.compile("LAB_|DISTLAB_|RUN_MODE|WORLD_SIZE|RANK|LOCAL_RANK|MASTER_|TORCHELASTIC")
-STACKS_S = 15.0  # for all of them to be passed on
-ONE_S = 5.0  # for one process to say it: two at once on one stream are mixed
+SETTINGS = re.compile("LAB_|DISTLAB_|RUN_MODE|WORLD_SIZE|RANK|LOCAL_RANK|MASTER_|TORCHELASTIC")
+STACKS_S = 15.0  # until all stacks are printed
+ONE_S = 5.0  # for the stacks of one process; two processes at once would mix their lines
 
 
 def clean(**settings: str) -> dict[str, str]:
-    """This process's variables without those that ask a run for something, and these."""
-    return {name: value for name, value in os.environ.items() if not ASKS.match(name)} | settings
+    """Return this process's variables without settings of a run, and with `settings`."""
+    return {name: value for name, value in os.environ.items() if not SETTINGS.match(name)} | settings
 
 
 def ended(
     command: Sequence[str], *, cwd: Path | None = None, environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """The command, once it has ended; fails the test with what it printed and with all stacks where it does not.
+    """Return the ended command; if it does not end, fail the test with its output and all stacks.
 
-    Python dumps its stacks at SIGABRT with no need of the interpreter's lock (faulthandler).
+    On SIGABRT Python dumps its stacks without the interpreter's lock (faulthandler).
     """
-    given = {**environ, "PYTHONFAULTHANDLER": "1"}
+    variables = {**environ, "PYTHONFAULTHANDLER": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, cwd=cwd, env=given, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        command, cwd=cwd, env=variables, stdout=pipe, stderr=pipe, text=True, errors="replace"
     ) as process:
         try:
-            said = process.communicate(timeout=timeout_s)
+            output = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            tell_all_stacks(process.pid)
-            said = last_words(process)
-            pytest.fail(f"{' '.join(command)} has not ended after {timeout_s:g} s:\n" + "\n".join(said))
-    return subprocess.CompletedProcess(list(command), process.returncode, *said)
+            dump_all_stacks(process.pid)
+            output = remaining_output(process)
+            pytest.fail(f"{' '.join(command)} has not ended after {timeout_s:g} s:\n" + "\n".join(output))
+    return subprocess.CompletedProcess(list(command), process.returncode, *output)
 
 
 def ended_warm(
     module: str, arguments: Sequence[str] = (), *, cwd: Path | None = None, environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m module arguments` as `ended` has it, from a process that has imported torch; `stdout` has both
+    """Like `ended` for `python -m module arguments`, forked from a process that has imported torch; `stdout` has both
     streams."""
-    process, said = Warm(module, arguments, {**environ, "PYTHONFAULTHANDLER": "1"}, cwd), list[str]()
+    process, output = Warm(module, arguments, {**environ, "PYTHONFAULTHANDLER": "1"}, cwd), list[str]()
     process.stdin.close()
-    reader = threading.Thread(target=lambda: said.extend(process.stdout), daemon=True)
+    reader = threading.Thread(target=lambda: output.extend(process.stdout), daemon=True)
     reader.start()
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        tell_all_stacks(process.pid)
+        dump_all_stacks(process.pid)
         reader.join(STACKS_S)
-        pytest.fail(f"{module} {' '.join(arguments)} has not ended after {timeout_s:g} s:\n{''.join(said)}")
+        pytest.fail(f"{module} {' '.join(arguments)} has not ended after {timeout_s:g} s:\n{''.join(output)}")
     finally:
         process.kill()
     reader.join(STACKS_S)
     process.stdout.close()
-    return subprocess.CompletedProcess([module, *arguments], code, "".join(said), "")
+    return subprocess.CompletedProcess([module, *arguments], code, "".join(output), "")
 
 
-def tell_all_stacks(process: int) -> None:
-    """Make it and all that it has started say where they are; all end by it."""
+def dump_all_stacks(process: int) -> None:
+    """Make a process and all that it has started dump their stacks, which ends them."""
     launcher, *others = tree(process)
-    for each in others:  # the end of one is no news for another
+    for each in others:  # so that no process reacts to the end of another
         send(each, signal.SIGSTOP)
-    for each in [*reversed(others), launcher]:  # which passes on what the others say
-        tell_stacks(each)
+    for each in [*reversed(others), launcher]:  # last, because it forwards the others' output
+        dump_stacks(each)
 
 
-def tell_stacks(process: int) -> None:
-    """Make it say them; returns once it has, by which it ends."""
+def dump_stacks(process: int) -> None:
+    """Make a process dump its stacks; returns when it has ended."""
     deadline = time.monotonic() + ONE_S
     send(process, signal.SIGABRT)
     send(process, signal.SIGCONT)
@@ -87,12 +87,12 @@ def tell_stacks(process: int) -> None:
 
 
 def send(process: int, number: signal.Signals) -> None:
-    """Nothing if it has ended."""
+    """Send a signal, unless the process has ended."""
     with suppress(ProcessLookupError):
         os.kill(process, number)
 
 
-def last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
+def remaining_output(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
         return process.communicate(timeout=STACKS_S)
     except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ def last_words(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def tree(process: int) -> list[int]:
-    """The process, and all that it and its children have started."""
+    """Return the process and all its descendants."""
     found = [process]
     for each in found:  # grows meanwhile
         with suppress(OSError):

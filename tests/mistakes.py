@@ -1,4 +1,4 @@
-"""The runs that a mode is tried by: whole, and with one of its mistakes where that mistake has to show."""
+"""The test runs of a mode: without a bug, and with each injected bug that must show."""
 
 from distlab.contract import Mode
 from distlab.lab.config import Config
@@ -53,19 +53,20 @@ SHOWN = {
 
 
 def whole(run_mode: str) -> dict[str, str]:
-    """The run of a mode with all of its variants and nothing wrong, at the sizes at which its mistakes are made: else a
-    check might fail without one."""
+    """Return the settings of a correct run of all variants, at the sizes of the runs with bugs: else a check might fail
+    without a bug."""
     return {"RUN_MODE": run_mode} | SMALL.get(run_mode, {})
 
 
 def shown(run_mode: str) -> dict[str, str]:
-    """The run of a mode on WORLD_SIZE_SHOWN ranks whose logs docs/modes has; comm and train have no model."""
+    """Return the settings of the run whose logs are in docs/modes, on WORLD_SIZE_SHOWN ranks; comm and train have no
+    model."""
     sizes = {} if run_mode in ("comm", "train") else {"LAB_STEPS": "5", "LAB_DEPTH": "1"}
     return {"RUN_MODE": run_mode} | sizes | SHOWN.get(run_mode, {})
 
 
 def mistaken(run_mode: str, bug: str) -> dict[str, str]:
-    """The run in which a mistake has to show: by its needs, with enough variants and no more."""
+    """Return the settings of a run in which a bug must show: its needs, and only the variants that it requires."""
     mode = load(run_mode)
     needs = mode.mistakes[bug].needs
     given = whole(run_mode) | {"LAB_BUG": bug} | SIZES.get(bug, {})
@@ -78,10 +79,10 @@ def mistaken(run_mode: str, bug: str) -> dict[str, str]:
 
 
 def makers(mode: Mode, bug: str, config: Config) -> list[str]:
-    """The variants that can make a mistake with these settings; where all can, the second of those that run.
+    """Return the variants that can have a bug with these settings; if all can, the second that runs.
 
-    The first is the naive one, which makes dozens of calls a step: it is left out wherever another makes the mistake
-    too.
+    The first variant is the naive one, which makes dozens of calls per step: it is omitted if another one can have
+    the bug.
     """
     mistake = mode.mistakes[bug]
     cannot = mode.cannot(config)

@@ -1,4 +1,4 @@
-"""The tests that `make test` leaves to `make test-all`, and for each a quick one that holds the same claim.
+"""The tests that only `make test-all` runs, and for each a quick test of the same claim.
 
 A claim is tested once in `make test`: what is here is the rest of a matrix (each fault, each documented command, each
 way to stop), the same in containers, or a fault in real time. `tests/test_slow.py` sees that every entry names tests
@@ -41,9 +41,9 @@ SLOW = {
         "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
     ),
     "tests/compose/test_fit.py": (
-        "tests/cli/test_fit.py::test_the_verdict_says_what_does_not_hold[free dp fsdp-expected0]"
+        "tests/cli/test_fit.py::test_the_verdict_names_each_failed_condition[free dp fsdp-expected0]"
     ),
-    "tests/compose/test_mine.py": "tests/test_mine.py::test_it_is_proven_timed_counted_and_drawn_like_ours",
+    "tests/compose/test_mine.py": "tests/test_mine.py::test_the_mode_is_proven_timed_counted_and_drawn",
     "tests/compose/test_net.py::test_a_run": (
         "tests/compose/test_net.py::test_a_slow_link_without_the_overlay_is_refused_with_the_command"
     ),
@@ -56,7 +56,7 @@ SLOW = {
         "tests/compose/test_commands.py::test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed"
     ),
     "tests/compose/test_commands.py::test_a_second_run_is_refused_and_the_first_goes_on": (
-        "tests/test_run.py::test_a_second_run_in_a_clone_is_refused_and_touches_nothing"
+        "tests/test_run.py::test_a_second_run_in_a_clone_is_refused"
     ),
     "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down": (
         "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down[ctrl-c]"
@@ -126,14 +126,14 @@ SLOW = {
     "tests/test_worlds.py::test_local_ranks_prove_their_gradients": (
         "tests/test_worlds.py::test_local_ranks_prove_their_gradients[dp-5-variants0]"
     ),
-    "tests/lab/workload/test_user_model.py::test_an_own_model_runs_in_the_modes": (
-        "tests/lab/workload/test_user_model.py::test_an_own_model_runs_in_the_modes[fsdp-settings1]"
+    "tests/lab/workload/test_user_model.py::test_a_users_model_runs_in_the_modes": (
+        "tests/lab/workload/test_user_model.py::test_a_users_model_runs_in_the_modes[fsdp-settings1]"
     ),
-    "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_run": (
-        "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_check"
+    "tests/test_distlab.py::test_a_users_packages_do_not_disturb_a_run": (
+        "tests/test_distlab.py::test_a_users_packages_do_not_disturb_a_check"
     ),
-    "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_proof": (
-        "tests/test_distlab.py::test_packages_of_the_users_own_do_not_disturb_a_check"
+    "tests/test_distlab.py::test_a_users_packages_do_not_disturb_a_proof": (
+        "tests/test_distlab.py::test_a_users_packages_do_not_disturb_a_check"
     ),
     # Every documented command.
     "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
@@ -144,11 +144,11 @@ SLOW = {
         "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]"
     ),
     # Faults in real time, and strangers.
-    "tests/test_strangers.py::test_a_run_under_attack_ends_as_any_other": (
-        "tests/test_strangers.py::test_a_run_under_attack_ends_as_any_other[gloo]"
+    "tests/test_strangers.py::test_a_run_under_attack_ends_normally": (
+        "tests/test_strangers.py::test_a_run_under_attack_ends_normally[gloo]"
     ),
-    "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds": (
-        "tests/test_strangers.py::test_a_doctor_under_attack_finds_what_it_finds[check]"
+    "tests/test_strangers.py::test_a_check_under_attack_has_the_same_findings": (
+        "tests/test_strangers.py::test_a_check_under_attack_has_the_same_findings[check]"
     ),
     "tests/lab/cluster/test_elastic_processes.py": (
         "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
@@ -164,15 +164,14 @@ SLOW = {
     ),
     # Other ways to start the same.
     "tests/test_distlab.py::test_a_checkout_needs_no_install": "tests/test_distlab.py::test_a_checkout_needs_no_install[]",
-    "tests/test_standard_streams.py::test_a_run_without_an_output_goes_on_and_says_so_in_its_log": (
-        "tests/test_standard_streams.py::test_a_run_without_an_output_goes_on_and_says_so_in_its_log["
-        "| head -1-Broken pipe]"
+    "tests/test_standard_streams.py::test_a_run_without_output_continues_and_logs_it": (
+        "tests/test_standard_streams.py::test_a_run_without_output_continues_and_logs_it[| head -1-Broken pipe]"
     ),
-    "tests/test_standard_streams.py::test_a_rank_that_an_engine_starts_goes_on_without_its_output": (
-        "tests/test_standard_streams.py::test_a_rank_that_an_engine_starts_goes_on_without_its_output[| true]"
+    "tests/test_standard_streams.py::test_a_rank_of_a_launcher_continues_without_output": (
+        "tests/test_standard_streams.py::test_a_rank_of_a_launcher_continues_without_output[| true]"
     ),
-    "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough": (
-        "tests/test_standard_streams.py::test_as_many_as_are_said_to_be_needed_are_enough[dp]"
+    "tests/test_standard_streams.py::test_the_stated_number_of_descriptors_is_enough": (
+        "tests/test_standard_streams.py::test_the_stated_number_of_descriptors_is_enough[dp]"
     ),
     "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses": (
         "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
@@ -204,6 +203,6 @@ for table, test in ((FAULTS, "test_it_is_named"), (RIGHT, "test_a_right_script_h
 
 
 def slow_of(names: Iterable[str]) -> set[str]:
-    """Those of these tests that `make test` leaves out."""
+    """Return those of these tests that `make test` skips."""
     quick = set(SLOW.values())
     return {name for name in names if name.startswith(tuple(SLOW)) and name not in quick}

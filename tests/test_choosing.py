@@ -1,4 +1,4 @@
-"""docs/choosing.md: every row ends in a command that exists, and every number is what the formulas give."""
+"""docs/choosing.md: every row ends with an existing command, and every number equals its formula."""
 
 import importlib
 import re
@@ -22,7 +22,7 @@ FORMULAS = (
 
 
 def command_faults(command: str) -> list[str]:
-    """What is wrong with the command at the end of a row."""
+    """Return the faults of the command at the end of a row."""
     if command == "./run plan --score":
         return []
     if command.startswith("./run plan "):
@@ -38,7 +38,7 @@ def command_faults(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{heading}: {row[0][:40]}" for heading, row in ROWS])
-def test_each_row_ends_in_a_command_that_exists(row: list[str]) -> None:
+def test_each_row_ends_with_an_existing_command(row: list[str]) -> None:
     (command,) = spans(row[-1])
     assert command_faults(command) == []
     assert [fault for span in spans(" ".join(row[:-1])) for fault in faults(span)] == []
@@ -50,7 +50,7 @@ def test_every_mode_has_a_row() -> None:
 
 
 def agrees(printed: str, formula: str) -> bool:
-    """Whether the formula gives the number, to the digits that are printed."""
+    """Return whether the formula equals the number, to the printed digits."""
     names: dict[str, Any] = {}
     for part in FORMULAS:
         names |= vars(importlib.import_module(f"distlab.{part}"))
@@ -62,12 +62,12 @@ NUMBERS = [row for heading, row in ROWS if heading == "Numbers"]
 
 
 @pytest.mark.parametrize("row", NUMBERS, ids=[row[0][:40] for row in NUMBERS])
-def test_each_number_is_what_its_formula_gives(row: list[str]) -> None:
+def test_each_number_equals_its_formula(row: list[str]) -> None:
     (formula,) = spans(row[2])
     assert agrees(row[1], formula)
 
 
-def test_what_is_wrong_is_seen() -> None:
+def test_wrong_rows_are_found() -> None:
     assert not agrees("56", "mixed_precision_bytes(7e9) / 1e9")
     assert not agrees("0.274", "bubble(4, 8)")
     for command in (

@@ -1,4 +1,4 @@
-"""A mode's object: defaults that work, and mistakes that are substitutions."""
+"""The Mode object: working defaults, and injected bugs as replacements of parts."""
 
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ MODE = Mode(
 )
 
 
-def test_a_mode_of_nothing_has_defaults_that_work() -> None:
+def test_an_empty_mode_has_working_defaults() -> None:
     mode, config = Mode(), Config.read({"WORLD_SIZE": "3"})
     assert mode.title(config) == "gpt, 867.1k parameters"
     assert (mode.predict(config), mode.refuse(config), dict(mode.cannot(config))) == ([], [], {})
@@ -67,13 +67,13 @@ def test_a_mode_of_nothing_has_defaults_that_work() -> None:
     ]
 
 
-def test_names_come_in_reading_order_and_torchs_own_are_told() -> None:
+def test_names_are_in_reading_order() -> None:
     assert MODE.names == ("naive", "theirs", "told")
     assert (MODE.by_torch, MODE.timed) == (("theirs",), True)
 
 
 def made(mode: Mode) -> list[Any]:
-    """What a mode would use, each part of it."""
+    """The parts that a mode uses."""
     builds = [each.build(1, 2, 3) if each.build else None for each in mode.variants]
     assert mode.run is not None
     return [*builds, mode.run("lab"), mode.batches, mode.resumed_batch(5), mode.shards_written]
@@ -92,21 +92,21 @@ RIGHT = [("right", 3), ("right", 3), None, ("lab", "right"), Batches, 5, all_the
         (None, 0, ("right", 3)),
     ],
 )
-def test_a_mistake_replaces_one_thing_and_leaves_the_rest(bug: str | None, place: int, wrong: Any) -> None:
+def test_an_injected_bug_replaces_only_its_part(bug: str | None, place: int, wrong: Any) -> None:
     assert made(MODE) == RIGHT
     assert made(MODE.mistaken(bug)) == [*RIGHT[:place], wrong, *RIGHT[place + 1 :]]
     assert made(MODE) == RIGHT  # the mode itself stays as it was
     assert where_it_was(5) == 5
 
 
-def test_the_records_have_what_a_mistake_breaks_and_the_check_that_catches_it() -> None:
+def test_the_record_of_a_bug_has_its_check() -> None:
     made = MODE.mistakes["part"]
     assert MODE.mistake_record("part") == {"name": "part", "what": made.what, "check": "gradients"}
     assert MODE.mistake_record(None) == MODE.mistake_record("absent") == {}
 
 
-def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:
-    """Its docstring's first paragraph is the sentence; without one its name has to do."""
+def test_a_bug_is_declared_at_its_wrong_part() -> None:
+    """The first paragraph of the docstring describes the bug; without a docstring its name does."""
     sentences = {name: each.what for name, each in mistake.items()}
     assert sentences == {
         "part": "sums wrongly: what is sent is not what was summed",
@@ -140,11 +140,11 @@ def test_a_mistake_is_stated_where_the_wrong_thing_is_made() -> None:
         ),
     ],
 )
-def test_one_rule_says_where_no_check_can_see_a_mistake(needs: Needs, environ: dict[str, str], reason: str) -> None:
+def test_settings_that_hide_a_bug_are_found(needs: Needs, environ: dict[str, str], reason: str) -> None:
     assert Mistake("", "", Instead(), needs).hidden(MODE, Config.read(environ)) == reason
 
 
-def test_a_mistake_of_variants_that_cannot_run_cannot_show() -> None:
+def test_a_bug_of_excluded_variants_cannot_show() -> None:
     mode = Mode(variants=MODE.variants, cannot=lambda config: {"naive": "it is too small"})
     hidden = partial(mistake["part"].hidden, mode)
     assert hidden(Config.read({})) == "these settings: naive cannot run: it is too small"

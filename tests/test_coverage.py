@@ -1,4 +1,4 @@
-"""tests/coverage.toml and docs/lessons.md: nothing of the lessons is forgotten, and everything that it points to is there."""
+"""tests/coverage.toml and docs/lessons.md cover all topics of the lessons, and everything that they name exists."""
 
 import pytest
 
@@ -32,7 +32,7 @@ COMPLETE = (
 )
 
 
-def test_a_page_or_a_command_is_no_file_that_does_it() -> None:
+def test_pages_and_commands_are_not_files_with_code() -> None:
     named = (
         "docs/choosing.md",
         "RUN_MODE=dp",
@@ -44,7 +44,7 @@ def test_a_page_or_a_command_is_no_file_that_does_it() -> None:
     assert [span for span in named if names_a_file(span)] == list(named[2:5])
 
 
-def test_as_many_lines_as_the_lessons_have() -> None:
+def test_there_are_as_many_rows_as_topics() -> None:
     counted = {heading: sum(1 for other, _ in ROWS if other == heading) for heading, _ in ROWS}
     assert counted == TAUGHT
     for rows in (ROWS, tables((TOP / "docs" / "lessons.md").read_text())):
@@ -55,13 +55,13 @@ def test_as_many_lines_as_the_lessons_have() -> None:
 
 
 @pytest.mark.parametrize("heading", TAUGHT)
-def test_what_it_points_to_is_there(heading: str) -> None:
+def test_everything_that_a_row_names_exists(heading: str) -> None:
     rows = [row for other, row in ROWS if other == heading]
     assert [fault for row in rows for span in spans(" ".join(row)) for fault in faults(span)] == []
 
 
 @pytest.mark.parametrize("heading", TAUGHT)
-def test_each_line_names_something_and_what_is_missing_says_why(heading: str) -> None:
+def test_each_row_names_a_file_or_a_reason(heading: str) -> None:
     for row in (row for other, row in ROWS if other == heading):
         assert any(points_somewhere(span) for span in spans(" ".join(row))), row[0]
         assert heading not in COMPLETE or any(names_a_file(span) for span in spans(" ".join(row))), row[0]
@@ -85,7 +85,7 @@ def test_each_line_names_something_and_what_is_missing_says_why(heading: str) ->
         ("2(N-1)/N·S", ""),
     ],
 )
-def test_what_is_not_there_is_seen(span: str, words: str) -> None:
+def test_missing_names_are_found(span: str, words: str) -> None:
     found = faults(span)
     assert words in " ".join(found)
     assert bool(words) == bool(found)

@@ -1,4 +1,4 @@
-"""Each command of tests/coverage.toml, run on real ranks: its output holds what the row says that one sees there.
+"""Run each command of tests/coverage.toml on real ranks: its output must show what the row promises.
 
 A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if
 the row were wrong. A command without a line here fails, and so does a line that no row has. What is shown of some
@@ -20,8 +20,8 @@ from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole
 
 
 class Shown(NamedTuple):
-    """What a command's output has to hold, as regular expressions, and the checks or comparisons that fail; all others
-    hold."""
+    """Regular expressions that a command's output must match, and the checks or comparisons that fail; all others
+    pass."""
 
     words: tuple[str, ...]
     fails: str = ""
@@ -121,17 +121,17 @@ OF_TWO_RANKS = {"comm", "cp"}  # the page's run has two of comm's algorithms, an
 
 
 def commands() -> list[str]:
-    """Every command of the rows, once."""
+    """Return every command of the rows once."""
     return sorted({span for _, row in coverage_rows() for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")})
 
 
-def test_each_command_of_the_page_has_something_to_show_and_nothing_else_has() -> None:
+def test_each_command_has_expected_output() -> None:
     assert sorted(HOLDS) == commands()
     assert [command for command, shown in HOLDS.items() if not shown.words and not shown.fails] == []
 
 
 def settings(command: str) -> dict[str, str]:
-    """The run in which a row is looked for: that of docs/modes where the row asks for variants alone."""
+    """Return the run for a row: that of docs/modes if the row only selects variants."""
     words = dict(word.split("=", 1) for word in shlex.split(command))
     mode, bug = words["RUN_MODE"], words.get("LAB_BUG", "")
     chosen = {name: value for name, value in words.items() if name not in ("LAB_VARIANT", "RUN_MODE")}
@@ -144,7 +144,7 @@ def settings(command: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_output_holds_what_the_row_says(runs: Runs, command: str) -> None:
+def test_the_output_matches_the_row(runs: Runs, command: str) -> None:
     held, given = HOLDS[command], settings(command)
     ran = runs(int(given.pop("WORLD_SIZE", WORLD_SIZE)), held.fails, **given)
     assert held.fails in failed(ran.judged) if held.fails else failed(ran.judged) == set()

@@ -59,7 +59,7 @@ DEPENDENCIES = """import sys; sys.path.append({place!r})
 
 
 class Installed(NamedTuple):
-    """An environment with the package, and the wheel that it was installed from."""
+    """An environment with the package, and the wheel that was installed."""
 
     python: Path
     wheel: Path
@@ -78,14 +78,14 @@ def call(command: Sequence[str], folder: Path, **variables: str) -> subprocess.C
 
 
 def ended_well(command: Sequence[str], folder: Path, **variables: str) -> str:
-    """What was printed by a command that has to end with 0."""
+    """Return the output of a command that must end with 0."""
     done = call(command, folder, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def environment(folder: Path) -> Path:
-    """The Python of a new environment that sees the dependencies, and no lab."""
+    """Return the Python of a new environment with the dependencies but without the lab."""
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(DEPENDENCIES.format(place=sysconfig.get_path("purelib")))
@@ -94,14 +94,14 @@ def environment(folder: Path) -> Path:
 
 
 def install(python: Path, what: Sequence[str], folder: Path) -> None:
-    """By this environment's pip, without a network."""
+    """Install with this environment's pip, without a network."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     ended_well([*pip, "--no-build-isolation", "--no-compile", *what], folder)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that a wheel is built from, in a folder where building leaves nothing in the checkout."""
+    """Copy the files of the wheel to a folder, so that building leaves nothing in the checkout."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "distlab", "experiments", "engines", "workers"):
         (folder / name).symlink_to(TOP / name)
@@ -110,7 +110,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Installed:
-    """The wheel in an environment."""
+    """Install the wheel in an environment."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "wheel", ".", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     ended_well([*pip, "--wheel-dir", str(folder)], source)
@@ -122,7 +122,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Install
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder whose packages have the names of the checkout's folders; its script and model stand beside them."""
+    """A folder with packages named like the checkout's folders, and with a script and a model."""
     for name in ("experiments", "workers", "engines", "tests", "benchmarks"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(HOSTILE)
@@ -134,7 +134,7 @@ def hostile(tmp_path: Path) -> Path:
 # --- the wheel ---
 
 
-def test_the_wheel_holds_one_package_with_all_of_its_files(installed: Installed) -> None:
+def test_the_wheel_has_one_package_with_all_its_files(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     wanted = [
@@ -150,7 +150,7 @@ def test_the_wheel_holds_one_package_with_all_of_its_files(installed: Installed)
     } <= set(names)  # fmt: skip
 
 
-def test_the_wheel_says_what_it_is(installed: Installed) -> None:
+def test_the_wheel_has_its_metadata(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as wheel:
         by_name = {Path(name).name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" in name}
     metadata = message_from_bytes(by_name["METADATA"])
@@ -167,13 +167,13 @@ def test_the_wheel_says_what_it_is(installed: Installed) -> None:
 # --- the command of the wheel, in an empty folder ---
 
 
-def test_the_command_alone_says_what_there_is(installed: Installed, tmp_path: Path) -> None:
+def test_the_command_without_arguments_prints_help(installed: Installed, tmp_path: Path) -> None:
     for words in ([], ["--help"]):
         assert ended_well([installed.command, *words], tmp_path).startswith("usage: distlab COMMAND ...")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_waits_for_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     program = (
         "import sys, distlab.__main__ as command; sys.argv = ['distlab']; command.main(); sys.exit('torch' in"
         " sys.modules)"
@@ -207,13 +207,13 @@ def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, wor
 # --- a user's folder: packages of the user's own, a script, a model ---
 
 
-def test_packages_of_the_users_own_do_not_disturb_a_run(installed: Installed, hostile: Path) -> None:
+def test_a_users_packages_do_not_disturb_a_run(installed: Installed, hostile: Path) -> None:
     command = [str(installed.python), "-m", "distlab"]  # puts the working folder first on the path
     assert "rank 0 | PASS" in ended_well([*command, *RUN], hostile)
 
 
-def test_packages_of_the_users_own_do_not_disturb_a_check(installed: Installed, hostile: Path) -> None:
-    """The script finds them, and what is installed beside the lab."""
+def test_a_users_packages_do_not_disturb_a_check(installed: Installed, hostile: Path) -> None:
+    """The script imports its own packages, and those that are installed next to the lab."""
     (hostile / "workers" / "__init__.py").write_text("MINE = 'of the user'\n")
     (hostile / "train.py").write_text(SCRIPT + "import workers\nprint(workers.MINE)\n")
     said = ended_well([installed.command, "check", "WORLD_SIZE=2", "train.py"], hostile)
@@ -221,7 +221,7 @@ def test_packages_of_the_users_own_do_not_disturb_a_check(installed: Installed, 
     assert "rank 1 | of the user" in said
 
 
-def test_packages_of_the_users_own_do_not_disturb_a_proof(installed: Installed, hostile: Path) -> None:
+def test_a_users_packages_do_not_disturb_a_proof(installed: Installed, hostile: Path) -> None:
     assert "PASS" in ended_well([installed.command, "prove", "WORLD_SIZE=2", "model.py"], hostile)
 
 
@@ -247,7 +247,7 @@ def test_an_editable_install_runs_in_any_folder(source: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("launcher", ["", "torch.distributed.run --standalone --nproc-per-node 2 -m"])
 def test_a_checkout_needs_no_install(tmp_path: Path, launcher: str) -> None:
-    """The working folder is all that Python has of the lab, as in a container."""
+    """Python finds the lab only in the working folder, as in a container."""
     python = environment(tmp_path / "venv")
     runs = {"LAB_RUNS_DIR": str(tmp_path / "runs")}
     ended_well([str(python), "-m", "distlab", "explain", "dp"], TOP)
@@ -256,7 +256,7 @@ def test_a_checkout_needs_no_install(tmp_path: Path, launcher: str) -> None:
     assert "PASS" in ended_well(command, TOP, RUN_MODE="dp", **variables, **runs)
 
 
-def test_a_mode_of_ones_own_needs_the_contract_alone() -> None:
+def test_a_users_mode_needs_only_the_contract() -> None:
     from distlab import contract
 
     assert set(contract.__all__) == {"Mode", "Variant", "Mistake", "Mistakes", "Instead", "Needs", "Strategy"}

@@ -1,4 +1,4 @@
-"""What a drill of benchmarks/engines looks for: a run that is like the undisturbed one, and what says that it is not."""
+"""The checks of benchmarks/engines: a run must equal the undisturbed run, and differences are found."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from benchmarks.engines.drill import saved, timed, unlike, until
 
 
 def left(folder: Path, name: str, weights: str, resumed: object = None) -> Path:
-    """A run's folder with its run.json."""
+    """Make a run's folder with its run.json."""
     (folder / name).mkdir()
     run = {"variants": [{"weights_sha256": weights}], "resumed": resumed}
     (folder / name / "run.json").write_text(json.dumps(run))
     return folder / name
 
 
-def test_a_run_is_like_the_whole_one_if_it_was_resumed_and_has_its_weights(tmp_path: Path) -> None:
+def test_a_resumed_run_must_have_the_undisturbed_weights(tmp_path: Path) -> None:
     whole = left(tmp_path, "whole", "a" * 64)
     assert unlike(left(tmp_path, "same", "a" * 64, {"step": 2}), whole) == []
     assert unlike(left(tmp_path, "anew", "a" * 64), whole) == ["it was not resumed"]
@@ -27,7 +27,7 @@ def test_a_run_is_like_the_whole_one_if_it_was_resumed_and_has_its_weights(tmp_p
     ]
 
 
-def test_a_run_that_left_nothing_is_a_finding(tmp_path: Path) -> None:
+def test_a_run_without_a_folder_is_a_finding(tmp_path: Path) -> None:
     drill = timed("lost", unlike, tmp_path / "nothing", tmp_path / "whole")
     assert drill.what == "lost"
     assert "No such file or directory" in drill.wrong[0]
@@ -48,7 +48,7 @@ def test_a_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ([], 1000, "refused    machines of namespaces need root: run it as root, or in a virtual machine"),
     ],
 )
-def test_what_cannot_be_run_is_refused(
+def test_an_unknown_engine_is_refused(
     words: list[str], who: int, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: who)
@@ -56,7 +56,7 @@ def test_what_cannot_be_run_is_refused(
     assert capsys.readouterr().out.strip() == sentence
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(nodes, "NEEDED", ("sh", "no-such-program"))
     assert nodes.missing() == "not installed: no-such-program (Debian: iproute2, util-linux)"

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu` without a card: parts end at their bounds, what is found is written at once, and the tables
-are those that benchmarks/RESULTS.md has."""
+"""`python -m benchmarks.gpu` without a card: parts have time limits, results are written immediately, and the tables
+are those of benchmarks/RESULTS.md."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def report(tmp_path: Path) -> gpu.Report:
     return gpu.Report(tmp_path / "out", dict(ABOUT))
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     began = time.monotonic()
     found = parts.ended(["-c", child], {}, tmp_path, 3)
@@ -45,9 +45,7 @@ def test_a_verdict_needs_the_code_and_the_sentence() -> None:
     assert not parts.judged("it", Ended(0, output), 3, "rank 2 .*killed").held
 
 
-def test_what_is_found_is_written_after_each_part_and_a_fault_costs_no_other(
-    report: gpu.Report, tmp_path: Path
-) -> None:
+def test_results_are_written_after_each_part(report: gpu.Report, tmp_path: Path) -> None:
     def broken(folder: Path, bound_s: float) -> Iterator[Row]:  # noqa: ARG001
         raise ValueError("no such thing")
         yield
@@ -95,7 +93,7 @@ def test_each_part_has_a_bound_and_a_name_of_its_own(report: gpu.Report) -> None
 
 
 @pytest.mark.parametrize("shape", measured_card.TINY[:2])
-def test_a_step_stands_beside_what_its_parts_add_up_to(
+def test_a_step_is_shown_next_to_the_sum_of_its_parts(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int]
 ) -> None:
     monkeypatch.setattr(measured_card, "ON_CARD", False)
@@ -118,7 +116,7 @@ def test_a_step_stands_beside_what_its_parts_add_up_to(
     assert found["mfu"] > 0
 
 
-def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
     assert gpu.missing().startswith("not installed: no_such_package; ")
     monkeypatch.setattr(gpu, "NEEDED", ("torch",))
@@ -126,7 +124,7 @@ def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu.missing().startswith("torch sees no GPU here")
 
 
-def test_a_run_of_a_mode_that_fails_as_a_card_does_is_held_on_the_cpu(tmp_path: Path) -> None:
+def test_a_run_that_fails_on_a_card_is_checked_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--only", "too large"]
     done = subprocess.run(
         command, cwd=parts.TOP, env={**os.environ, "LAB_DEVICE": "cpu"}, capture_output=True, text=True,
@@ -141,7 +139,7 @@ def test_a_run_of_a_mode_that_fails_as_a_card_does_is_held_on_the_cpu(tmp_path: 
 def test_llamas_steps_are_rows_that_the_planner_can_price(
     case: llama_steps.Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the code of a card; its parameters are those of the shape and the norms."""
+    """Checks the code for a card; the parameters are those of the shape and the norms."""
     for name, value in (("ON_CARD", False), ("DEVICE", "cpu"), ("VOCABULARY", 64), ("STEPS", 1)):
         monkeypatch.setattr(llama_steps, name, value)
     monkeypatch.setattr(measured_card, "ON_CARD", False)

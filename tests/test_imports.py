@@ -1,5 +1,5 @@
-"""Who may import whom: floors, no arrow that runs up, and no circle of files. What is not allowed is denied, and no
-file is exempt.
+"""The allowed imports: floors, no import of a higher floor, and no cycle of files. All other imports are denied, and
+no file is exempt.
 
 Imports inside of a function or under TYPE_CHECKING count like any other, and so do those by importlib.import_module: a
 file that needs another to be understood stands above it. Only the modules in BY_NAME import what they are told to.
@@ -134,8 +134,7 @@ PACKAGES = {module_name(path) for path in FILES if path.name == "__init__.py"}
 
 
 def imported(module: str, source: str) -> set[str]:
-    """What a module imports of the project, at the top or inside a function: names of modules, and of what is in
-    them."""
+    """Return the project's modules and names that a module imports, at the top or inside a function."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -148,13 +147,13 @@ def imported(module: str, source: str) -> set[str]:
 
 
 def origin(module: str, node: ast.ImportFrom) -> str:
-    """The module from which `module` imports, in full where it stands there by dots."""
+    """Return the full name of the module from which `module` imports, also for relative imports."""
     package = module if module in PACKAGES else module.rpartition(".")[0]
     return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def is_import_call(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether it calls import_module or __import__."""
+    """Return whether the node calls import_module or __import__."""
     if not isinstance(node, ast.Call):
         return False
     return ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
@@ -169,7 +168,7 @@ def within(name: str, place: str) -> bool:
 
 
 def climbing(module: str, source: str) -> list[str]:
-    """What `module` imports from a floor that it may not reach; of a module on no floor, itself, unless it is empty."""
+    """Return the imports of `module` that its floor does not allow; for a non-empty module on no floor, itself."""
     place = floor_of(module)
     if place is None:
         return [module] if source.strip() else []
@@ -179,7 +178,7 @@ def climbing(module: str, source: str) -> list[str]:
 
 
 def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
-    """The files that each file imports: of `from a.b import c` the file a.b.c if there is one, else a.b."""
+    """Return the files that each file imports: for `from a.b import c` the file a.b.c if it exists, else a.b."""
 
     def file_of(name: str) -> str | None:
         return name if name in modules else (name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None)
@@ -191,8 +190,7 @@ def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of files of which each reaches every other; by what is left once all files that import nothing else are
-    taken away."""
+    """Return import cycles: the files that remain after files without remaining imports are removed repeatedly."""
     left = {name: set(others) for name, others in arrows.items()}
     while leaves := [name for name, others in left.items() if not others & set(left)]:
         for name in leaves:
@@ -206,7 +204,7 @@ BY_PATH = ("options", "__main__", "__init__")  # the settings read the first of 
 
 
 def parts_of_another(modules: Mapping[str, str]) -> dict[str, str]:
-    """Files of few lines that one file alone imports, which could have them; but those that are started themselves."""
+    """Return short files that only one file imports, which could contain them; without files that are run directly."""
     importers: dict[str, list[str]] = {}
     for module, others in graph(modules).items():
         for other in others:
@@ -222,32 +220,32 @@ def parts_of_another(modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def test_no_file_of_one_importer_is_short() -> None:
+def test_no_file_with_one_importer_is_short() -> None:
     assert parts_of_another({name: text for name, text in MODULES.items() if within(name, D)}) == {}
 
 
-def test_a_short_file_of_one_importer_is_seen() -> None:
+def test_a_short_file_with_one_importer_is_found() -> None:
     apart = {"a": "import distlab.b, distlab.c", "distlab.b": "import distlab.c", "distlab.c": "x = 1"}
     assert parts_of_another(apart) == {"distlab.b": "a"}
     assert parts_of_another(apart | {"distlab.b": apart["distlab.b"] + LEAST_LINES * "\n"}) == {}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_import_runs_up(module: str) -> None:
+def test_no_import_goes_to_a_higher_floor(module: str) -> None:
     assert climbing(module, MODULES[module]) == []
 
 
-def test_the_graph_of_files_has_no_circle() -> None:
+def test_the_import_graph_of_files_has_no_cycle() -> None:
     assert circles(graph(MODULES)) == []
 
 
-def test_the_floors_have_no_circle() -> None:
+def test_the_import_graph_of_floors_has_no_cycle() -> None:
     places = {place: {floor_of(to) or to for to in allowed} - {place} for place, allowed in FLOORS.items()}
     assert circles(places) == []
 
 
-def test_a_technique_knows_what_is_trained_and_only_tools_and_commands_know_tools() -> None:
-    """Of the lab a technique imports the settings, the model with its data and optimizer, and what meters hand out."""
+def test_techniques_import_the_workload_and_only_tools_import_tools() -> None:
+    """From the lab a technique may import the settings, the workload, and the types of the meters."""
     known = (CONFIG, WORKLOAD, MEASURE, CONTRACT, f"{D}.techniques")
     for place, allowed in FLOORS.items():
         if within(place, f"{D}.techniques"):
@@ -258,7 +256,7 @@ def test_a_technique_knows_what_is_trained_and_only_tools_and_commands_know_tool
             assert not any(within(to, f"{D}.cli") or within(to, f"{D}.experiments") for to in allowed), place
 
 
-def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
+def test_only_listed_modules_import_by_a_computed_name() -> None:
     callers = {
         module
         for module, source in MODULES.items()
@@ -283,7 +281,7 @@ def test_no_other_module_imports_by_a_name_that_does_not_stand_there() -> None:
         ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports
     ],
 )
-def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
+def test_an_import_to_a_higher_floor_is_found(module: str, source: str) -> None:
     assert climbing(module, source)
 
 
@@ -303,18 +301,18 @@ def test_an_import_that_runs_up_is_seen(module: str, source: str) -> None:
         ({"workers.a": "from workers.b import x", "workers.b": "from workers.c import x", "workers.c": ""}, []),
     ],
 )
-def test_a_circle_is_seen(modules: dict[str, str], found: list[str]) -> None:
+def test_a_cycle_is_found(modules: dict[str, str], found: list[str]) -> None:
     assert circles(graph(modules)) == ([found] if found else [])
 
 
-def test_workers_is_what_a_container_starts_and_nothing_more() -> None:
+def test_workers_only_starts_the_command() -> None:
     files = [*(TOP / "workers").glob("*.py"), TOP / "workers" / "entrypoint.sh"]
     there = {path for path in (TOP / "workers").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert there == set(files)
     assert sum(path.read_text().count("\n") for path in files) <= 150
 
 
-def test_a_technique_imports_torch_and_the_lab_alone() -> None:
+def test_a_technique_imports_only_torch_and_the_lab() -> None:
     lab = set(sys.stdlib_module_names) | {"torch", "distlab"}
     for folder in (COLLECTIVES, TRANSPORT, *TECHNIQUES):
         allowed = lab | {"msgspec"} if folder == TRANSPORT else lab  # reads what ranks send to the type of every field
@@ -326,8 +324,8 @@ def test_a_technique_imports_torch_and_the_lab_alone() -> None:
 
 
 def test_only_config_reads_the_environment() -> None:
-    """launch.py may pass an environment on, join.py reads what torchrun sets, and __main__ sets what torch reads as
-    it comes in."""
+    """launch.py may pass on an environment, join.py reads torchrun's variables, and __main__ sets variables before
+    torch is imported."""
     readers = {
         module
         for module, source in MODULES.items()
@@ -353,13 +351,13 @@ def test_only_config_reads_the_environment() -> None:
 
 
 @pytest.mark.parametrize("module", ["distlab.lab.report.verdict", "distlab.lab.report.log"])
-def test_the_report_imports_neither_torch_nor_what_draws(module: str) -> None:
+def test_the_report_imports_neither_torch_nor_the_charts(module: str) -> None:
     program = f"import sys, {module}; print([name for name in ('torch', 'pygal', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_a_rank_imports_nothing_that_it_may_not_need() -> None:
+def test_a_rank_imports_no_optional_module() -> None:
     others = ["pygal", "jinja2", "torch.distributed.checkpoint"]
     program = (
         "import sys, distlab.lab.rank.main, distlab.lab.verify.timed, distlab.experiments.dp;"
@@ -370,7 +368,7 @@ def test_a_rank_imports_nothing_that_it_may_not_need() -> None:
 
 
 def test_settings_are_read_without_torch() -> None:
-    """A mode's own variables too, which stand in a lesson that imports torch."""
+    """A mode's own variables too, although its lesson imports torch."""
     program = (
         "import sys; from distlab.lab.config import Config; from distlab.lab.config.settings import modes\n"
         "print([Config.read({'RUN_MODE': mode}).run_mode for mode in modes()] and 'torch' in sys.modules)"

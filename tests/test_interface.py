@@ -1,7 +1,7 @@
-"""What users have typed, scripted or stored still works: every name and default of `interface.toml` is there, and runs
-of an older lab are judged as they were.
+"""What users have typed, scripted or stored still works: every name and default in `interface.toml` exists, and runs of
+older versions get the same verdict.
 
-Something new need not stand in the file; a line that is changed or taken out is a break, which CHANGELOG.md tells of.
+New names need not be in the file; changing or removing a line breaks users' work and needs a note in CHANGELOG.md.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ RARE = [
 
 
 def printed(*command: str) -> str:
-    """What a command says that has to end well."""
+    """Return the output of a command that must end with 0."""
     done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -103,7 +103,7 @@ def test_every_variable_has_its_default() -> None:
         assert now == frozen, name or "every mode"
 
 
-def test_a_variable_that_is_none_is_refused_with_2() -> None:
+def test_an_unknown_variable_is_refused_with_2() -> None:
     command = [sys.executable, "-m", package.__name__, "run", "LAB_STEP=5"]
     assert subprocess.run(command, cwd=TOP, capture_output=True, timeout=60, check=False).returncode == 2
 
@@ -112,13 +112,13 @@ def test_a_variable_that_is_none_is_refused_with_2() -> None:
 
 
 def by_run(one: int, other: int) -> int:
-    """The worse of two codes by ./run."""
+    """Return the worse of two codes according to ./run."""
     functions = re.findall(r"^(?:severity|worst)\(\) \{\n.*?^\}\n", (TOP / "run").read_text(), re.MULTILINE | re.DOTALL)
     return int(printed("sh", "-c", f"{''.join(functions)}worst {one} {other}"))
 
 
 @pytest.mark.parametrize("signalled", [130, 137])
-def test_of_two_exit_codes_the_worse_wins(signalled: int) -> None:
+def test_the_worse_of_two_exit_codes_wins(signalled: int) -> None:
     order = [signalled if code == 130 else code for code in FROZEN["worst_first"]]
     for worse, better in combinations(order, 2):
         assert worst([worse, better]) == worst([better, worse]) == worse
@@ -152,7 +152,7 @@ def test_the_names_of_a_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FROZEN["variants"])
-def test_what_a_run_has_to_claim(mode: str) -> None:
+def test_the_required_checks_of_a_run(mode: str) -> None:
     now: set[str] = set()
     for more in ({}, MORE):
         config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | whole(mode) | more)
@@ -160,7 +160,7 @@ def test_what_a_run_has_to_claim(mode: str) -> None:
     assert not [name for name in claims_of(mode, "claimed") if name not in now]
 
 
-def test_the_checks_of_ones_own_script_and_model() -> None:
+def test_the_checks_of_a_users_script_and_model() -> None:
     assert not missing(rank_state.CHECKS, "scripts", "check")
     proven = (compare.LOSSES, compare.GRADIENTS, compare.WEIGHTS, verdict.BEGINNING, verdict.WHOLE_MODEL)
     assert not missing((*proven, verdict.DROPOUT, reference.BUFFERS), "scripts", "prove")
@@ -192,7 +192,7 @@ def test_the_keys_of_run_json() -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
 def test_an_old_run_is_judged_as_it_was(run: Path, tmp_path: Path) -> None:
-    """By the command, which writes its page too; sentences on a drill may be worded otherwise."""
+    """Judged by the command, which also draws the page; sentences on faults may be worded differently."""
     before = json.loads((run / "run.json").read_text())
     again = Path(shutil.copytree(run, tmp_path / run.name))
     (again / "run.json").unlink()
@@ -212,7 +212,7 @@ def test_old_records_are_written_as_they_were(run: Path) -> None:
 
 
 def kept(before: Any, after: Any) -> bool:
-    """Whether all of `before` is in `after`, which may have more keys, and whose controls may be tests of other files."""
+    """Return whether `after` has all of `before`; it may have more keys, and other tests as controls."""
     if isinstance(before, dict):
         return all(key in after and (key == "control" or kept(value, after[key])) for key, value in before.items())
     if isinstance(before, list):

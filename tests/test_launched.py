@@ -1,4 +1,4 @@
-"""A command that does not end is told by its stacks, those of its children too."""
+"""A command that hangs fails its test with its stacks, and those of its children."""
 
 import os
 import sys
@@ -20,12 +20,12 @@ parent_that_waits() if os.fork() else child_that_waits()
 """
 
 
-def test_what_ends_gives_its_code_and_words() -> None:
+def test_a_command_that_ends_returns_its_code_and_output() -> None:
     done = ended([sys.executable, "-c", "print(1); exit(3)"], environ=os.environ, timeout_s=30)
     assert (done.returncode, done.stdout) == (3, "1\n")
 
 
-def test_what_does_not_end_tells_where_each_process_stood() -> None:
+def test_a_command_that_hangs_fails_with_all_stacks() -> None:
     with pytest.raises(pytest.fail.Exception) as failed:
         ended([sys.executable, "-c", PARENT], environ=os.environ, timeout_s=3)
     assert "has not ended after 3 s" in str(failed.value)

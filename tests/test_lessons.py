@@ -1,4 +1,4 @@
-"""The lessons' exercises and classic bugs by name, and their numbers, computed by the lab's own mechanisms."""
+"""The lessons' exercises and classic bugs, with numbers computed by the lab's own code."""
 
 import subprocess
 import sys
@@ -23,8 +23,8 @@ from tests.warm_ranks import Ranks
 
 
 def test_the_exercises_have_the_lessons_numbers() -> None:
-    """5 and 6 of two workers; 4 steps, a sum of 20 and a mean of 5, four times the rate; a mean of 2 and weights of
-    0.3 of three workers."""
+    """Two workers: 5 and 6. Four: 4 steps, a sum of 20, a mean of 5, four times the rate. Three: a mean of 2, weights
+    of 0.3."""
     assert TASKS[21].expected(2)[0]["lesson"].tolist() == [5.0, 6.0]
     assert {name: float(each[0]) for name, each in TASKS[22].expected(1)[0].items()} == {
         "steps": 4.0, "sum": 20.0, "mean": 5.0, "rate": 0.4,
@@ -40,7 +40,7 @@ def numbers(tensor: Tensor | None) -> list[float]:
 
 
 def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
-    """Four times the batch: four times the rate (linear), twice (square root); a warmup begins at the base rate, not
+    """Four times the batch: four times the rate (linear) or twice (square root); warmup starts at the base rate, not
     near zero."""
     groups = [{"lr": 0.1}, {"lr": 0.02}]
     optimizers.set_rates(groups, optimizers.linear(4))
@@ -52,7 +52,7 @@ def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
 
 
 def by_hand(group: dist.ProcessGroup) -> list[list[float]]:
-    """Three parameters, summed by every algorithm of the lab; worker r's gradients are 1, 10 and 100 times r + 1."""
+    """Sum three parameters with every algorithm of the lab; worker r's gradients are 1, 10 and 100 times r + 1."""
     sums = []
     for algorithm in ALGORITHMS:
         gradients = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64) * (group.rank() + 1)
@@ -62,7 +62,7 @@ def by_hand(group: dist.ProcessGroup) -> list[list[float]]:
 
 
 def test_all_reduce_by_hand_over_three_parameters(ranks: Ranks) -> None:
-    """On four workers, of which one then has no chunk of its own."""
+    """With four workers, so that one has no chunk of its own."""
     for of_rank in ranks(4, by_hand):
         assert of_rank == [[2.5, 25.0, 250.0]] * len(ALGORITHMS)
 
@@ -92,7 +92,8 @@ def test_first_lesson_a_ring_of_four_takes_3_rounds_and_3() -> None:
 
 
 def test_second_lessons_rule_of_memory_forgets_half() -> None:
-    """7 billion in 16 bits are 14 GB; four times that is 56; Adam in mixed precision takes 16 bytes a parameter."""
+    """7 billion parameters in 16 bits are 14 GB, four times that 56 GB; Adam in mixed precision needs 16 bytes per
+    parameter."""
     weights = MIXED_PRECISION["weights"] * 7e9
     assert (weights, 4 * weights) == (14e9, 56e9)
     assert mixed_precision_bytes(7e9) == 2 * 4 * weights == 112e9
@@ -131,12 +132,12 @@ CLASSIC_BUGS = [
     ("mode", "bug", "check"), [bug[1:] for bug in CLASSIC_BUGS], ids=[bug[0] for bug in CLASSIC_BUGS]
 )
 def test_classic_bug(mode: str, bug: str, check: str) -> None:
-    """Its mode knows it, and names the check that sees it."""
+    """Its mode has the bug, and names the check that catches it."""
     assert load(mode).mistakes[bug].check == check
 
 
 def test_classic_bug_fork_bomb_a_rank_that_imports_the_program_starts_none() -> None:
-    """Spawned processes import the main module anew; the guard keeps them from starting ranks of their own."""
+    """Spawned processes import the main module again; the guard stops them from starting their own ranks."""
     program = "import distlab.cli.run, multiprocessing; print(multiprocessing.active_children())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

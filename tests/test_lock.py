@@ -1,4 +1,4 @@
-"""compose/requirements.lock: all that the image installs but torch, at the versions of every check, each by its hash."""
+"""compose/requirements.lock: all packages of the image except torch, with the tested versions and hashes."""
 
 import re
 import tomllib
@@ -29,7 +29,7 @@ def test_the_versions_are_those_of_every_check() -> None:
     assert other == {}
 
 
-def test_it_holds_all_that_is_needed_and_not_torch() -> None:
+def test_the_lock_has_all_requirements_except_torch() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())
     asked = [*project["project"]["dependencies"], *project["dependency-groups"]["image"]]
     torch_needs = [Requirement(each) for each in metadata.requires("torch") or []]

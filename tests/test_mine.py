@@ -1,5 +1,4 @@
-"""A mode from outside of experiments/, the one that mine/README.md shows: run, explained, proven, and its mistake
-seen."""
+"""The user's mode of mine/README.md, outside of experiments/: it is run, explained and proven, and its bug is caught."""
 
 import json
 import re
@@ -24,14 +23,14 @@ SMALL = {
 
 
 def shown() -> str:
-    """The Python of the page, which is a whole mode."""
+    """Return the page's Python code, a complete mode."""
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     return str(block)
 
 
 @pytest.fixture
 def mode(tmp_path: Path) -> str:
-    """Its path, outside of the project."""
+    """Return the path of the mode, outside of the project."""
     (tmp_path / "mode.py").write_text(shown())
     return str(tmp_path / "mode.py")
 
@@ -41,13 +40,13 @@ def run(folder: Path, *words: str, **variables: str) -> CompletedProcess[str]:
     return ended_warm("workers", words, environ=environ, timeout_s=150)
 
 
-def test_it_takes_at_most_40_lines(mode: str) -> None:
+def test_the_mode_has_at_most_40_lines(mode: str) -> None:
     assert len(shown().splitlines()) <= 40
     assert load(mode).names == ("naive",)
 
 
 @pytest.mark.timeout(180)
-def test_it_is_proven_timed_counted_and_drawn_like_ours(tmp_path: Path, mode: str) -> None:
+def test_the_mode_is_proven_timed_counted_and_drawn(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, RUN_MODE=mode)
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "runs" / "latest" / "run.json").read_text())
@@ -62,7 +61,7 @@ def test_it_is_proven_timed_counted_and_drawn_like_ours(tmp_path: Path, mode: st
 
 
 @pytest.mark.timeout(180)
-def test_its_mistake_is_seen_by_the_check_that_it_names(tmp_path: Path, mode: str) -> None:
+def test_its_injected_bug_fails_its_check(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, RUN_MODE=mode, LAB_BUG="unsummed")
     assert done.returncode == 1, done.stdout
     said = " ".join(done.stdout.replace("rank 0 |", "").split())
@@ -70,7 +69,7 @@ def test_its_mistake_is_seen_by_the_check_that_it_names(tmp_path: Path, mode: st
     assert "each rank trains on its own samples alone" in said
 
 
-def test_it_is_explained_and_refused_like_ours(tmp_path: Path, mode: str) -> None:
+def test_the_mode_is_explained_and_refused(tmp_path: Path, mode: str) -> None:
     lesson = run(tmp_path, "explain", RUN_MODE=mode)
     assert "from outside of the lab" in lesson.stdout
     assert "each rank trains on its own samples alone" in lesson.stdout

@@ -1,5 +1,5 @@
-"""`./run` where no Docker engine answers: the same ranks, as local processes, with their real code; and what it tells
-an engine."""
+"""`./run` without a Docker engine: local processes instead of containers, with real exit codes; and its calls of an
+engine."""
 
 import fcntl
 import json
@@ -38,8 +38,7 @@ NO_ENGINE = {"DOCKER_HOST": "tcp://127.0.0.1:1"}
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the sources with a finished .venv in it: this test's own Python, under the stamp that ./install
-    leaves."""
+    """A copy of the sources with a .venv of this test's own Python, and the stamp that ./install writes."""
     ignored = shutil.ignore_patterns(".git", ".venv*", "runs", ".*cache", "__pycache__", ".hypothesis", ".coverage*")
     copy = Path(shutil.copytree(TOP, tmp_path / "distlab", ignore=ignored))
     python = copy / ".venv" / "bin" / "python"
@@ -58,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_pip_is_heard_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
+def test_the_output_of_pip_is_shown_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
     (checkout / ".venv" / "installed-run").unlink()
     told = f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
     (checkout / ".venv" / "bin" / "python").write_text(told)
@@ -71,7 +70,7 @@ def test_pip_is_heard_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
 
 
 class Empty(BaseHTTPRequestHandler):
-    """An index of packages that has none."""
+    """An empty package index."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -80,8 +79,8 @@ class Empty(BaseHTTPRequestHandler):
         pass
 
 
-def test_no_other_index_is_asked_for_torch(checkout: Path) -> None:
-    """Nor one that a pip.conf names."""
+def test_torch_comes_only_from_its_index(checkout: Path) -> None:
+    """Not even the index of a pip.conf."""
     (checkout / ".venv" / "installed-run").unlink()
     settings = checkout / "pip.conf"
     settings.write_text("[global]\nextra-index-url = http://127.0.0.1:9/other\nfind-links = /other\n")
@@ -122,7 +121,7 @@ def test_other_commands_run_there_too(checkout: Path) -> None:
     assert run(checkout, "dp", "LAB_STEPS=2").returncode == 0
     assert "PASS" in run(checkout, "report", "runs/latest").stdout
     assert "The gradient of a mean" in run(checkout, "explain", "dp", RUN_MODE="tp").stdout
-    assert "no run     in runs/ that may be removed" in run(checkout, "report", "--clean", "7").stdout
+    assert "clean      no run in runs/ that may be removed" in run(checkout, "report", "--clean", "7").stdout
 
 
 @pytest.mark.parametrize(
@@ -140,26 +139,26 @@ def test_other_commands_run_there_too(checkout: Path) -> None:
         ("WORLD_SIZE=three", "WORLD_SIZE='three' is out of range"),
     ],
 )
-def test_a_word_that_says_nothing_is_refused_before_anything_is_built(word: str, sentence: str) -> None:
+def test_an_unknown_argument_is_refused_before_a_build(word: str, sentence: str) -> None:
     done = run(TOP, word, PATH="/usr/bin:/bin")
     assert done.returncode == 2
     assert done.stderr.startswith(f"refused    {sentence}")
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_what_is_gone_is_refused_with_what_to_use_in_its_place(name: str) -> None:
+def test_removed_names_are_refused_with_their_replacement(name: str) -> None:
     done = run(TOP, name if name.islower() else f"{name}=1", PATH="/usr/bin:/bin")
     assert (done.returncode, done.stderr) == (2, f"refused    {name}: {GONE[name]}\n")
 
 
-def test_a_misspelt_variable_of_a_check_is_refused_before_anything_is_built(checkout: Path) -> None:
+def test_a_misspelt_variable_of_check_is_refused_before_a_build(checkout: Path) -> None:
     done = run_under_an_engine(checkout, "check", "mine/ddp.py", LAB_HANG_AFTER="3")
     assert done.returncode == 2
     assert "LAB_HANG_AFTER is not a variable of the lab (did you mean 'LAB_HANG_AFTER_S'?)" in done.stderr
     assert "compose build" not in (checkout / "asked").read_text()
 
 
-def test_a_puzzle_is_written_here_beside_an_engine_too(checkout: Path) -> None:
+def test_a_puzzle_is_written_locally_even_with_an_engine(checkout: Path) -> None:
     done = run_under_an_engine(checkout, "puzzle", "3")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "fill in ring_all_reduce, then: distlab puzzle 3")
     assert (checkout / "puzzles" / "03_ring_all_reduce.py").is_file()
@@ -194,12 +193,12 @@ case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdic
 
 
 def run_under_an_engine(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`./run WORDS` beside that engine."""
+    """Run `./run WORDS` with the fake engine."""
     return run(checkout, *words, **beside_an_engine(checkout) | variables)
 
 
 def beside_an_engine(checkout: Path) -> dict[str, str]:
-    """The variables with which it is found."""
+    """Return variables with which the fake engine is found."""
     docker = checkout / "bin" / "docker"
     docker.parent.mkdir(exist_ok=True)
     docker.write_text(DOCKER)
@@ -208,14 +207,14 @@ def beside_an_engine(checkout: Path) -> dict[str, str]:
 
 
 def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
-    """Its code and all that it asked of Docker."""
+    """Return the exit code and all calls of Docker."""
     done = run_under_an_engine(checkout, *words, REFUSES=str(refuses), **variables)
     return done.returncode, (checkout / "asked").read_text()
 
 
-def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
-    """Those that the Compose file lacks, and that a container has not refused; the file that says so is gone at the
-    end."""
+def test_a_modes_own_variables_reach_every_rank(checkout: Path) -> None:
+    """Variables that are not in the Compose file, after a container has accepted them; the extra file is removed at
+    the end."""
     (checkout / "docker-compose.override.yaml").write_text("services: {}\n")
     code, asked = under_an_engine(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
     assert code == 0
@@ -225,14 +224,14 @@ def test_the_own_variables_of_a_mode_reach_every_rank(checkout: Path) -> None:
     assert list(checkout.glob(".own-names*")) == []
 
 
-def test_an_own_variable_that_the_mode_refuses_starts_no_rank(checkout: Path) -> None:
+def test_an_invalid_variable_of_a_mode_starts_no_rank(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
     assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.lab\.config\.variables --check\n", asked)
     assert "compose up" not in asked
 
 
-def test_known_names_alone_are_asked_of_nobody(checkout: Path) -> None:
+def test_known_names_need_no_container_to_check(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, LAB_RUNS_DIR="elsewhere")
     assert code == 0
     assert "--check" not in asked
@@ -245,8 +244,8 @@ def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
     assert "compose up" in asked
 
 
-def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variable_of_others(checkout: Path) -> None:
-    """As distlab/lab/config does, which sees no variable that the Compose file lacks."""
+def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path) -> None:
+    """As distlab/lab/config does, which never sees variables that are not in the Compose file."""
     named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
     slipped = {slip for name in named for slip in one_typo_from(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()
@@ -259,7 +258,7 @@ def test_every_slip_of_a_name_is_refused_before_a_container_starts_and_no_variab
 
 
 @pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)
-def test_make_quick_is_a_small_run_with_what_is_set(checkout: Path, words: list[str]) -> None:
+def test_make_quick_is_a_small_run_with_the_set_variables(checkout: Path, words: list[str]) -> None:
     done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | beside_an_engine(checkout), timeout_s=60)
     assert done.returncode == 0, done.stderr
     given = set((checkout / "given").read_text().splitlines())
@@ -267,7 +266,7 @@ def test_make_quick_is_a_small_run_with_what_is_set(checkout: Path, words: list[
     assert ("LAB_STEPS=5" in given) == ("LAB_STEPS=7" not in words)
 
 
-def test_the_standard_output_has_the_runs_json_alone(checkout: Path) -> None:
+def test_the_standard_output_has_only_run_json(checkout: Path) -> None:
     local = run(checkout, "dp", "--json")
     assert local.returncode == 0, local.stderr
     assert json.loads(local.stdout)["verdict"] == "pass"
@@ -276,7 +275,7 @@ def test_the_standard_output_has_the_runs_json_alone(checkout: Path) -> None:
     assert (done.returncode, done.stdout) == (0, '{"verdict": "pass"}\n')
 
 
-def test_a_refused_run_has_no_json_not_even_that_of_before(checkout: Path) -> None:
+def test_a_refused_run_prints_no_json(checkout: Path) -> None:
     (checkout / "runs" / "latest").mkdir(parents=True, exist_ok=True)
     (checkout / "runs" / "latest" / "run.json").write_text("{}")
     for done in (run(checkout, "dp", "--json", "LAB_STEPS=x"), run_under_an_engine(checkout, "--json", "LAB_STEPZ=1")):
@@ -287,7 +286,7 @@ def test_a_refused_run_has_no_json_not_even_that_of_before(checkout: Path) -> No
 
 
 @pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 143), ("INT", 130)])
-def test_a_run_that_is_stopped_is_judged_from_the_records_of_its_ranks(checkout: Path, signal: str, code: int) -> None:
+def test_a_stopped_run_is_judged_from_its_records(checkout: Path, signal: str, code: int) -> None:
     stopped, asked = under_an_engine(checkout, STOPS=signal)
     assert stopped == code
     assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", asked, re.MULTILINE)
@@ -306,7 +305,7 @@ while True: dist.barrier(); time.sleep(0.1)
     [(["dp", "LAB_STEPS=100000"], SIGHUP, 143), (["check", "sleeps.py"], SIGINT, 130)],
     ids=["run", "check"],
 )
-def test_a_run_without_an_engine_that_is_stopped_leaves_its_verdict(
+def test_a_stopped_run_of_processes_leaves_its_verdict(
     checkout: Path, words: list[str], number: int, code: int
 ) -> None:
     (checkout / "sleeps.py").write_text(SLEEPS)
@@ -326,7 +325,7 @@ def test_a_run_without_an_engine_that_is_stopped_leaves_its_verdict(
 
 @contextmanager
 def held(lock: Path, words: str) -> Iterator[None]:
-    """The file as a run that goes on holds it."""
+    """Lock the file as a live run does."""
     with lock.open("w") as file:
         file.write(words)
         file.flush()
@@ -334,7 +333,7 @@ def held(lock: Path, words: str) -> Iterator[None]:
         yield
 
 
-def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(
+def test_a_second_run_in_a_clone_is_refused(
     checkout: Path,
 ) -> None:
     with held(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
@@ -352,7 +351,7 @@ def test_a_second_run_in_a_clone_is_refused_and_touches_nothing(
     assert list(checkout.glob(".running*")) == []
 
 
-def test_a_run_of_another_folder_with_the_same_name_is_left_alone(checkout: Path) -> None:
+def test_a_run_of_another_folder_is_not_stopped(checkout: Path) -> None:
     done = run_under_an_engine(checkout, ELSEWHERE="/home/other/distlab")
     assert done.returncode == 2
     assert (
@@ -365,14 +364,14 @@ def test_a_run_of_another_folder_with_the_same_name_is_left_alone(checkout: Path
 
 
 @pytest.mark.parametrize("state", [{"STATUS": "running"}, {"STATUS": "created"}, {"FOLDER": "/home/other/distlab"}])
-def test_a_container_that_runs_or_is_anothers_has_no_exit_code(checkout: Path, state: dict[str, str]) -> None:
+def test_only_own_stopped_containers_have_an_exit_code(checkout: Path, state: dict[str, str]) -> None:
     done = run_under_an_engine(checkout, **state)
     assert done.returncode == 3
     assert "0 of 2 ranks have an exit code" in done.stderr
 
 
 @pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])
-def test_a_mode_that_no_container_sees_is_refused(checkout: Path, mode: str) -> None:
+def test_a_mode_outside_of_the_checkout_is_refused(checkout: Path, mode: str) -> None:
     done = under_an_engine(checkout, RUN_MODE=mode)
     assert done[0] == 2
     assert "compose" not in done[1].replace("compose version", "")

@@ -107,7 +107,7 @@ BUILT_BY_RUN: dict[str, dict[str, object]] = {
 
 
 class Opened(NamedTuple):
-    """The files that one opens to follow a variant of a mode, the lesson first."""
+    """The files that a reader opens to follow a variant of a mode, the lesson first."""
 
     mode: str
     variant: str
@@ -119,7 +119,7 @@ class Opened(NamedTuple):
 
 
 def folders() -> dict[str, list[Path]]:
-    """The Python files of each folder that has a row; those of a group itself are no folder's. No link is followed."""
+    """Return the Python files of each folder with a row, without following links."""
     found = {f"{group}": sorted((TOP / group).glob("*.py")) for group in ("distlab", *GROUPS)}
     inside = [path for group in GROUPS for path in sorted((TOP / group).iterdir()) if path.is_dir()]
     for path in [*inside, *(TOP / name for name in WHOLE)]:
@@ -129,24 +129,24 @@ def folders() -> dict[str, list[Path]]:
 
 
 def num_statements(source: str) -> int:
-    """Statements of a source, those inside of others and docstrings too, however many stand on a line."""
+    """Count the statements of a source, nested ones and docstrings too, also several on one line."""
     return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(source)))
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Statements and files of each folder."""
+    """Return statements and files of each folder."""
     return {
         name: (sum(num_statements(path.read_text()) for path in files), len(files)) for name, files in folders().items()
     }
 
 
 def num_lines(path: Path) -> int:
-    """Lines of a file, blank ones and comments included."""
+    """Count the lines of a file, with blank ones and comments."""
     return path.read_text().count("\n")
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions and comprehensions inside it."""
+    """Yield the code of a function, and of functions and comprehensions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -154,7 +154,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def named_in(function: FunctionType) -> Iterator[object]:
-    """The globals that a function names, and of a module that it names (`ring.all_reduce`) the attributes."""
+    """Yield the globals that a function names, and attributes of modules that it names (`ring.all_reduce`)."""
     for code in codes_in(function.__code__):
         last: object = None
         for step in dis.get_instructions(code):
@@ -169,7 +169,7 @@ def named_in(function: FunctionType) -> Iterator[object]:
 
 
 def closed_over(function: FunctionType) -> Iterator[object]:
-    """What the cells of a closure hold; one that is not set yet has nothing."""
+    """Yield the contents of a closure's cells, except empty ones."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -178,7 +178,7 @@ def closed_over(function: FunctionType) -> Iterator[object]:
 
 
 def used_by(thing: object) -> Iterator[object]:
-    """The objects that one meets in reading a function, class, partial, container or module, or an object's fields."""
+    """Yield the objects that a reader of a function, class, partial, container or object meets."""
     if isinstance(thing, FunctionType):
         yield from named_in(thing)
         yield from closed_over(thing)
@@ -204,7 +204,7 @@ def used_by(thing: object) -> Iterator[object]:
 
 
 def defined_in(thing: object) -> str:
-    """The module of a function or class, of an object its class's, of a module itself."""
+    """Return the module of a function, of a class, or of an object's class; a module itself."""
     if isinstance(thing, ModuleType):
         return thing.__name__
     owner = thing if isinstance(thing, (FunctionType, type)) else type(thing)
@@ -212,7 +212,7 @@ def defined_in(thing: object) -> str:
 
 
 def reached(start: Iterable[object], folders: tuple[str, ...]) -> set[Path]:
-    """The files of all functions and classes in these folders that one comes to from `start`."""
+    """Return the files of all functions and classes in these folders that are reachable from `start`."""
     found: set[Path] = set()
     waiting = list(start)
     seen: list[object] = []
@@ -232,7 +232,7 @@ def reached(start: Iterable[object], folders: tuple[str, ...]) -> set[Path]:
 
 
 def variants() -> Iterator[Opened]:
-    """What one opens for each variant of each mode, the lesson first, then its folder, then the technique's."""
+    """Yield the files to open for each variant of each mode: the lesson, then its folder, then the technique's."""
     for mode in modes():
         folders = (f"{LESSONS}.{mode}", f"distlab.techniques.{TECHNIQUES.get(mode, mode)}")
         lesson = TOP / "experiments" / mode / "__init__.py"
@@ -244,7 +244,7 @@ def variants() -> Iterator[Opened]:
 
 
 def test_no_folder_is_larger_than_its_row() -> None:
-    """Raise the row in the commit that adds, and say there why."""
+    """A commit that adds code raises the row and explains why."""
     found = sizes()
     assert set(found) == set(SIZES)
     larger = {
@@ -265,7 +265,7 @@ def test_a_statement_or_a_file_more_is_larger(size: tuple[int, int], expected: b
 @pytest.mark.parametrize(
     "source", ["if a:\n    b = 1\n    c = 2\n", "if a: b = 1; c = 2", "if a:  # why\n\n  b = 1; c = 2\n"]
 )
-def test_denser_lines_win_nothing(source: str) -> None:
+def test_denser_lines_do_not_lower_the_count(source: str) -> None:
     assert num_statements(source) == 3
 
 
@@ -274,7 +274,7 @@ def by_variant() -> dict[tuple[str, str], Opened]:
     return {(opened.mode, opened.variant): opened for opened in variants()}
 
 
-def test_the_count_is_what_a_reader_opens() -> None:
+def test_the_count_is_of_the_files_that_a_reader_opens() -> None:
     for (mode, variant), expected in READ.items():
         lesson, *others = by_variant()[mode, variant].files
         assert lesson == TOP / "experiments" / mode / "__init__.py"
@@ -299,7 +299,7 @@ def test_closures_partials_and_classes_are_followed() -> None:
         return made
 
     class Derived(GradientBuckets):
-        """A class of another file, by its base alone."""
+        """A class of another file, reachable only through its base."""
 
     for start in (made, closing, partial(made), partial(print, kind=GradientBuckets), [{"a": Derived}]):
         assert buckets in reached([start], folders)

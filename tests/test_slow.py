@@ -1,4 +1,4 @@
-"""The list of slow tests: what it names is there, and each claim that it puts off is held in a quick test."""
+"""The list of slow tests: its entries exist, and each has a quick test of the same claim."""
 
 import os
 
@@ -10,7 +10,7 @@ from tests.slow import SLOW, slow_of
 
 
 def collected(*places: str) -> list[str]:
-    """The names of the tests that `pytest PLACES` would run."""
+    """Return the names of the tests that `pytest PLACES` would run."""
     words = ["--collect-only", "-q", "-p", "no:cacheprovider", *(str(TOP / place) for place in places)]
     found = ended_warm("pytest", words, environ=os.environ, timeout_s=90)
     assert found.returncode == 0, found.stdout
@@ -19,17 +19,17 @@ def collected(*places: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """All tests there are, in the files that the list names."""
+    """Return all tests in the files of the list."""
     files = sorted({name.partition("::")[0] for pair in SLOW.items() for name in pair})
     return collected(*files)
 
 
-def test_every_entry_leaves_something_out(names: list[str]) -> None:
+def test_every_entry_skips_something(names: list[str]) -> None:
     slow = slow_of(names)
     assert [begin for begin in SLOW if not any(name.startswith(begin) for name in slow)] == []
 
 
-def test_every_slow_test_has_a_quick_one_beside_it(names: list[str]) -> None:
+def test_every_slow_test_has_a_quick_counterpart(names: list[str]) -> None:
     quick = set(names) - slow_of(names)
     assert [name for name in SLOW.values() if name not in quick] == []
 

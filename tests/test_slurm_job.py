@@ -1,4 +1,4 @@
-"""engines/slurm/job.sh, with an srun that ends as it is told: what goes back into the queue, and how often."""
+"""engines/slurm/job.sh with a fake srun: which exit codes requeue the job, and how often."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ JOB = Path(__file__).parents[1] / "engines" / "slurm" / "job.sh"
 
 
 def submitted(folder: Path, code: int, **variables: str) -> tuple[int, str, str]:
-    """The script's exit code, what srun was started with, and what scontrol was asked for."""
+    """Return the script's exit code, the arguments of srun and the calls of scontrol."""
     for name, does in (
         ("srun", f'echo "$LAB_RUN_ID $LAB_RESUME $*" >{folder}/started; exit {code}'),
         ("scontrol", f'echo "$*" >{folder}/asked'),
@@ -32,24 +32,24 @@ def submitted(folder: Path, code: int, **variables: str) -> tuple[int, str, str]
     )
 
 
-def test_ranks_are_tasks_of_a_run_that_can_go_on(tmp_path: Path) -> None:
+def test_ranks_are_tasks_of_a_resumable_run(tmp_path: Path) -> None:
     assert submitted(tmp_path, 0) == (0, "slurm-7 auto --label python -m workers", "")
     assert submitted(tmp_path, 0, LAB_RUN_ID="mine")[1].startswith("mine auto ")
 
 
 @pytest.mark.parametrize("code", [3, 137])
-def test_a_lost_rank_puts_the_job_back_into_the_queue_a_few_times(tmp_path: Path, code: int) -> None:
+def test_a_lost_rank_requeues_the_job_a_few_times(tmp_path: Path, code: int) -> None:
     assert submitted(tmp_path, code)[::2] == (code, "requeue 7")
     (tmp_path / "asked").unlink()
     assert submitted(tmp_path, code, SLURM_RESTART_COUNT="3")[::2] == (code, "")
 
 
 @pytest.mark.parametrize("code", [1, 2, 143])
-def test_what_would_end_alike_again_does_not(tmp_path: Path, code: int) -> None:
+def test_other_exit_codes_do_not_requeue_the_job(tmp_path: Path, code: int) -> None:
     assert submitted(tmp_path, code)[::2] == (code, "")
 
 
-def test_outside_of_a_job_it_says_how_it_is_started() -> None:
+def test_outside_of_a_job_the_script_explains_its_start() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     done = subprocess.run(["sh", str(JOB)], env=environ, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""A run whose output cannot be written goes on without it, and says so in its log."""
+"""A run whose output cannot be written continues without it, and logs the reason."""
 
 import json
 import os
@@ -18,7 +18,7 @@ UNHEARD = "output     nothing more is printed ({}): the run continues, and its l
 
 
 def shell(words: str, runs: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """What bash makes of it, PYTHON standing for the interpreter; the exit code is that of the first of a pipe."""
+    """Run a line of bash with PYTHON as the interpreter; the exit code is that of a pipe's first command."""
     given = os.environ | {"LAB_RUNS_DIR": str(runs), "PYTHON": sys.executable} | environ
     command = ["bash", "-c", f"{words}; exit ${{PIPESTATUS[0]}}"]
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=100, check=False)
@@ -35,7 +35,7 @@ def verdict(runs: Path) -> str:
         ("2>&-", ""), ("<&-", ""), ("<&- >&- 2>&-", "Bad file descriptor"),
     ],
 )  # fmt: skip
-def test_a_run_without_an_output_goes_on_and_says_so_in_its_log(tmp_path: Path, redirected: str, why: str) -> None:
+def test_a_run_without_output_continues_and_logs_it(tmp_path: Path, redirected: str, why: str) -> None:
     done = shell(f'"$PYTHON" -m workers {redirected}', tmp_path, **SMALL)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and verdict(tmp_path) == "pass"
@@ -47,7 +47,7 @@ def test_a_run_without_an_output_goes_on_and_says_so_in_its_log(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("redirected", [">&-", "<&- >&- 2>&-"])
-def test_a_check_whose_ranks_are_interpreters_of_their_own_goes_on_too(tmp_path: Path, redirected: str) -> None:
+def test_a_check_without_output_continues(tmp_path: Path, redirected: str) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n")
     words = f'"$PYTHON" -m workers check WORLD_SIZE=2 {script} {redirected}'
@@ -56,7 +56,7 @@ def test_a_check_whose_ranks_are_interpreters_of_their_own_goes_on_too(tmp_path:
 
 
 @pytest.mark.parametrize("redirected", [">&-", ">/dev/full", "| true"])
-def test_a_rank_that_an_engine_starts_goes_on_without_its_output(tmp_path: Path, redirected: str) -> None:
+def test_a_rank_of_a_launcher_continues_without_output(tmp_path: Path, redirected: str) -> None:
     alone = SMALL | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29719"}
     done = shell(f'"$PYTHON" -m workers {redirected}', tmp_path, **alone)
     assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stderr
@@ -65,7 +65,7 @@ def test_a_rank_that_an_engine_starts_goes_on_without_its_output(tmp_path: Path,
 
 
 @pytest.mark.parametrize("redirected", [">&-", ">/dev/full"])
-def test_a_refusal_that_nobody_reads_has_its_exit_code(tmp_path: Path, redirected: str) -> None:
+def test_a_refusal_without_output_has_its_exit_code(tmp_path: Path, redirected: str) -> None:
     done = shell(f'"$PYTHON" -m workers {redirected}', tmp_path, RUN_MODE="nothing")
     assert (done.returncode, done.stderr) == (2, "")
 
@@ -73,7 +73,7 @@ def test_a_refusal_that_nobody_reads_has_its_exit_code(tmp_path: Path, redirecte
 @pytest.mark.parametrize(
     ("redirected", "why"), [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")]
 )
-def test_a_command_whose_answer_cannot_be_written_says_so(tmp_path: Path, redirected: str, why: str) -> None:
+def test_a_command_whose_output_cannot_be_written_fails(tmp_path: Path, redirected: str, why: str) -> None:
     done = shell(f'"$PYTHON" -m workers explain dp {redirected}', tmp_path)
     assert (done.returncode, done.stderr) == (1, f"broken     the output cannot be written: {why}\n")
 
@@ -89,7 +89,7 @@ def test_too_few_descriptors_are_refused_before_a_rank_is_started(tmp_path: Path
 
 
 @pytest.mark.parametrize("mode", ["dp", "moe"])
-def test_as_many_as_are_said_to_be_needed_are_enough(tmp_path: Path, mode: str) -> None:
+def test_the_stated_number_of_descriptors_is_enough(tmp_path: Path, mode: str) -> None:
     settings = SMALL | {"RUN_MODE": mode} | ({} if mode == "dp" else {"LAB_MODEL": "", "LAB_VARIANT": "ep"})
     done = shell(f'ulimit -n {needed_files(2)}; "$PYTHON" -m workers', tmp_path, **settings)
     assert done.returncode == 0 and verdict(tmp_path) == "pass", done.stdout + done.stderr
@@ -111,7 +111,7 @@ os._exit(7)
 
 
 @pytest.mark.parametrize("numbers", ["0", "1", "2", "01", "12", "02", "012"])
-def test_no_file_of_ours_has_the_number_of_a_closed_stream(numbers: str) -> None:
+def test_no_file_gets_the_number_of_a_closed_stream(numbers: str) -> None:
     done = subprocess.run([sys.executable, "-c", CLOSED, numbers], capture_output=True, timeout=30, check=False)
     assert done.returncode == 7, done.stderr.decode()
 
@@ -124,7 +124,7 @@ printed("rank 0 | PASS")
 """
 
 
-def test_a_line_is_one_write_so_that_ranks_on_one_stream_are_not_mixed() -> None:
+def test_each_line_is_one_write() -> None:
     reads, writes = os.pipe2(os.O_DIRECT)  # each read returns what one write has left
     command, environ = [sys.executable, "-c", PARTS], os.environ | {"PYTHONUNBUFFERED": "1"}
     subprocess.run(command, stdout=writes, env=environ, timeout=30, check=True)

@@ -30,14 +30,14 @@ SETTINGS = {
 
 
 class Port(NamedTuple):
-    """One that a process of the run listens at."""
+    """A port on which a process of the run listens."""
 
     ip: str
     number: int
 
 
 def children(pid: int) -> list[int]:
-    """A process and all that it has started."""
+    """Return a process and all its descendants."""
     found = [pid]
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
 
 
 def ports_of(pid: int) -> set[Port]:
-    """Where the processes of a run listen, from the kernel's tables."""
+    """Return the ports on which the processes of a run listen, from the kernel's tables."""
     inodes = set()
     for process in children(pid):
         with suppress(OSError):
@@ -66,7 +66,7 @@ def ports_of(pid: int) -> set[Port]:
 
 
 class Stranger:
-    """Tells every port of a run all that is forged, again and again, as it finds them."""
+    """Sends all forged messages to every port of a run, repeatedly, as soon as it finds them."""
 
     def __init__(self, pid: int) -> None:
         self.found: set[Port] = set()
@@ -100,7 +100,7 @@ class Stranger:
 
 
 def attacked(command: list[str], folder: Path, **settings: str) -> tuple[int, str, Stranger]:
-    """Exit code and output of a command under attack, and who attacked it."""
+    """Return exit code and output of a command under attack, and the attacker."""
     variables = {"LAB_RUNS_DIR": str(folder), "MASTER_PORT": str(free_port()), "LAB_LOG": "normal"}
     run = Rank(command, variables | settings)
     stranger = Stranger(run.process.pid)
@@ -136,7 +136,7 @@ sys.exit(main(sys.argv[1:]))
     ],
     ids=["gloo", "transport", "elastic"],
 )
-def test_a_run_under_attack_ends_as_any_other(mode: str, settings: dict[str, str], ports: int, tmp_path: Path) -> None:
+def test_a_run_under_attack_ends_normally(mode: str, settings: dict[str, str], ports: int, tmp_path: Path) -> None:
     settings = SETTINGS | {"LAB_STEPS": "40", "RUN_MODE": mode} | settings
     code, output, stranger = attacked([sys.executable, "-c", LISTENS_LONGER], tmp_path, **settings)
     run = json.loads((tmp_path / "attacked" / "run.json").read_text())
@@ -158,7 +158,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("errand", ["check", "prove"])
-def test_a_doctor_under_attack_finds_what_it_finds(errand: str, tmp_path: Path) -> None:
+def test_a_check_under_attack_has_the_same_findings(errand: str, tmp_path: Path) -> None:
     script = TOP / "tests" / "tools" / "prove" / "files" / "right_ddp.py"
     if errand == "check":
         script = tmp_path / "script.py"

@@ -1,4 +1,4 @@
-"""The pool of ranks: it runs, and it names the rank that raises, dies or hangs."""
+"""The pool of ranks runs functions, and names a rank that raises, dies or hangs."""
 
 import posix
 import time
@@ -35,8 +35,8 @@ def grouped(_group: dist.ProcessGroup) -> int:
     return dist.get_world_size(dist.new_group([0, 1]))
 
 
-def test_a_size_of_later_has_its_groups_where_some_ranks_made_others_before(ranks: Ranks) -> None:
-    """torch names a group by how many its process has made."""
+def test_later_groups_get_equal_names_on_all_ranks(ranks: Ranks) -> None:
+    """torch names a group by the number of groups that its process has made."""
     ranks.stop()
     assert [ranks(2, grouped), ranks(2, grouped)] == [[2, 2]] * 2
     assert ranks(5, summed, 0) == [10.0] * 5
@@ -52,9 +52,9 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
     assert ranks(2, summed, 1) == [3.0, 3.0]
 
 
-def test_the_tests_of_a_group_share_a_pool_where_they_run_beside_others(request: pytest.FixtureRequest) -> None:
-    """pytest-xdist keeps a group on one worker by the end of its tests' ids, which conftest.py has to have marked in
-    time."""
+def test_tests_of_a_group_share_a_pool_in_parallel_runs(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist keeps a group on one worker by the suffix of its tests' ids, so conftest.py must mark them early
+    enough."""
     group = "tests/test_strangers.py"  # the first of the files that one worker has together
     assert request.node.get_closest_marker("xdist_group").args == (group,)
     assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)

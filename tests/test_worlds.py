@@ -23,7 +23,7 @@ def start(command: list[str], runs: Path, **settings: str) -> Warm:
 
 
 def ended(processes: list[Warm]) -> list[str]:
-    """What each process printed, once all have come to a good end."""
+    """Return the output of each process, after all have ended with 0."""
     try:
         codes = [process.wait(150) for process in processes]
     finally:

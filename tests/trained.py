@@ -1,4 +1,4 @@
-"""Variants of any mode trained in the pool beside one process: what the proofs of all modes have in common."""
+"""Train variants of any mode on the pool and compare them with one process, for the proofs of all modes."""
 
 import gc
 import math
@@ -29,7 +29,7 @@ GATHERED_BY_ALL = ("dp", "cp")  # whose ranks all have the dense tensors
 
 
 def able(config: Config, names: tuple[str, ...] = ()) -> list[str]:
-    """Those of the mode's variants, or of `names`, that can take these settings."""
+    """Return the mode's variants, or those of `names`, that can run with these settings."""
     mode = load(config.run_mode)
     return [name for name in names or mode.names if name not in mode.cannot(config)]
 
@@ -42,7 +42,7 @@ def batches_of(config: Config, *, proof: bool = True) -> Batches:
 
 
 def dealing(config: Config, group: dist.ProcessGroup, *, proof: bool = True) -> Callable[[int], list[Microbatch]]:
-    """The microbatches of this rank, by step: ranks that lie along dp have samples of their own."""
+    """Return a function from a step to this rank's microbatches; ranks along dp have different samples."""
     sizes, batches = load(config.run_mode).axes(config), batches_of(config, proof=proof)
     inner = math.prod(list(sizes.values())[list(sizes).index("dp") + 1 :]) if "dp" in sizes else 1
     replicas = sizes.get("dp", 1)
@@ -50,7 +50,7 @@ def dealing(config: Config, group: dist.ProcessGroup, *, proof: bool = True) -> 
 
 
 def dealt(config: Config, group: dist.ProcessGroup, step: int, *, proof: bool = True) -> list[Microbatch]:
-    """Those of one step."""
+    """Return the microbatches of one step."""
     return dealing(config, group, proof=proof)(step)
 
 
@@ -68,8 +68,8 @@ def one_process(config: Config, steps: int) -> list[Snapshot]:
 def differences(
     group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = (), steps: int = 2
 ) -> dict[str, dict[str, float]]:
-    """For each variant on rank 0 the worst difference to one process over so many steps, of each kind, and on all the
-    worst one between what ranks hold alike."""
+    """Return for each variant, on rank 0, the worst difference to one process of each kind, and on all ranks the worst
+    difference between replicated tensors."""
     dense, first = one_process(config, steps) if group.rank() == 0 else [], group.rank() == 0
     found, deal = {}, dealing(config, group)
     for name in able(config, names):
@@ -97,7 +97,7 @@ def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def replicas_apart(strategy: Any, group: dist.ProcessGroup) -> float:
-    """The largest difference between the weights that several ranks hold whole."""
+    """Return the largest difference between replicated weights."""
     held = strategy.alike("weights") if hasattr(strategy, "alike") else ()
     everyone: list[Any] = [None] * group.size()  # as arrays, whose pickles take a tenth of the time of tensors'
     dist.all_gather_object(everyone, {name: tensor.detach().numpy() for name, tensor in held}, group=group)
@@ -109,7 +109,7 @@ def replicas_apart(strategy: Any, group: dist.ProcessGroup) -> float:
 
 
 def resumed(group: dist.ProcessGroup, config: Config, name: str) -> bool:
-    """Whether a fresh strategy goes on, to the bit, from what another one saved."""
+    """Return whether a new strategy continues bitwise from the state of another one."""
     others = config.model_copy(update={"seed": config.seed + 1})
     first, second = strategy_of(name, group, config), strategy_of(name, group, others)
     first.backward(dealt(config, group, 0))
@@ -130,7 +130,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 class Counted(NamedTuple):
-    """A step: what was called, the most that was kept for the backward pass, and microbatches in flight."""
+    """A step: called bytes, calls, the peak of bytes kept for the backward pass, and microbatches in flight."""
 
     nbytes: float
     calls: float
@@ -139,7 +139,7 @@ class Counted(NamedTuple):
 
 
 def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = ()) -> dict[str, Counted]:
-    """The second step of each variant: DDP lays its buckets out anew after the first."""
+    """Return the second step of each variant, because DDP rebuilds its buckets after the first."""
     found, deal = {}, dealing(config, group, proof=False)
     for name in able(config, names):
         strategy = strategy_of(name, group, config, getattr(torch, config.dtype))
@@ -154,7 +154,7 @@ def counted(group: dist.ProcessGroup, config: Config, names: tuple[str, ...] = (
 
 
 def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
-    """Parameters that are still there after a variant has trained and is gone."""
+    """Return the number of parameters that are alive after a trained variant was deleted."""
     mode = load(config.run_mode)
     model = mode.model(config, config.seed).double()
     strategy = built(mode, name, model, group, config)
@@ -167,7 +167,7 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> int:
 
 
 def refusal(config: Config) -> str:
-    """The one sentence with which these settings are refused."""
+    """Return the only sentence with which these settings are refused."""
     with pytest.raises(ConfigError) as refused:
         refuse(config, load(config.run_mode))
     (sentence,) = refused.value.faults

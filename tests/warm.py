@@ -1,8 +1,8 @@
-"""A Python program that starts with torch imported: forked from a process that did so once, and else as if by `python -m`.
+"""Start a Python program with torch already imported: forked from a process that imported it once, else like `python -m`.
 
-Importing torch takes a core for 2 s, and the tests start some hundred ranks and whole runs. Like `Popen`, as far as
-these need it. What it leaves out is the interpreter's own start and end: tests/test_distlab.py,
-tests/test_standard_streams.py and tests/test_run.py start the same commands as users do.
+Importing torch takes a core for 2 s, and the tests start hundreds of ranks and runs. `Warm` is like `Popen`, as far as
+tests need it. It skips the start and end of the interpreter: tests/test_distlab.py, tests/test_standard_streams.py and
+tests/test_run.py start the same commands as users do.
 """
 
 import faulthandler
@@ -39,28 +39,28 @@ class Warm:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code as Popen has it, None while it runs."""
+        """Return the exit code like Popen, None while the program runs."""
         return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code; raises subprocess.TimeoutExpired."""
+        """Return the exit code; raises subprocess.TimeoutExpired."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0.0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Nothing if it has ended."""
+        """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """By SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Ends:
-    """The program's ends of two pipes, on their way to it."""
+    """The program's ends of two pipes, pickled on the way to it."""
 
     def __init__(self, read: int, write: int) -> None:
         self.read, self.write = read, write
@@ -70,12 +70,12 @@ class Ends:
 
 
 def arrived(read: Any, write: Any) -> Ends:
-    """In the program."""
+    """Return the ends in the program."""
     return Ends(read.detach(), write.detach())
 
 
 def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends, cwd: Path) -> None:
-    """What `python -m module arguments` does, or `python -c`, with this environment and these streams, in `cwd`."""
+    """Do the same as `python -m module arguments` or `python -c`, with this environment and these streams, in `cwd`."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -83,7 +83,7 @@ def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends:
         os.dup2(descriptor, number)
     os.close(ends.read)
     os.close(ends.write)
-    # They do not close what they stand for: a program that puts its own in their place has the same numbers.
+    # closefd=False: if the program replaces these files, the descriptors keep their numbers.
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, buffering=1, closefd=False) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )

@@ -1,11 +1,11 @@
-"""The fixture `ranks` of the lab's tests: functions called on warm ranks, a millisecond a call, with what they return.
+"""The fixture `ranks` of the lab's tests: call functions on warm ranks, in a millisecond per call, and return the results.
 
     def double(group, value): ...            # at module level, so that it can be pickled by name
     assert ranks(3, double, 21) == [42, 42, 42]
 
-Beside `distlab.ranks`, for tests that make many calls or that measure: process groups are made once, one for each
-number of ranks, and nothing records what is called, which would hold tensors and take time that a meter sees. A rank
-that raises, dies or does not answer fails the test by name, with where each rank stands; the next call gets new ranks.
+Unlike `distlab.ranks` it is for tests with many calls and for measurements: process groups are made once per number of
+ranks, and calls are not recorded, because that would keep tensors alive and take time. If a rank raises, dies or does
+not answer, the test fails with its name and the position of each rank; the next call gets new ranks.
 """
 
 import datetime
@@ -27,19 +27,19 @@ from distlab.tools.ranks.rank import Executor, Start, set_up_process
 
 MAX = 8  # ranks
 COLLECTIVE_S = 40.0
-# On a rank: a second group for each number of ranks, for what goes on beside the calls of the first.
+# On a rank: a second group for each number of ranks, for communication next to that of the first.
 side_groups: dict[int, Any] = {}
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or hung; the message holds its traceback."""
+    """A rank raised, died or hung; the message has its traceback."""
 
 
-def name_alike(group: dist.ProcessGroup) -> int:
-    """From here on the ranks of `group` name the groups that they make alike; returns how many were made before.
+def align_group_names(group: dist.ProcessGroup) -> int:
+    """Let the ranks of `group` give new groups the same names from now on; returns the number of groups so far.
 
-    torch names a group by how many it has made in this process, and ranks that were in no call before have made fewer:
-    under two names ranks wait for each other for ever.
+    torch names a group by the number of groups that its process has made, and ranks without earlier calls have made
+    fewer: with different names the ranks would wait for each other forever.
     """
     world = dist.distributed_c10d._world
     made = torch.tensor(world.group_count)
@@ -50,23 +50,23 @@ def name_alike(group: dist.ProcessGroup) -> int:
 
 @contextmanager
 def own_groups(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that a call makes are named alike on all its ranks, and end with it."""
+    """Give the groups that a call makes the same names on all its ranks, and destroy them at its end."""
     world = dist.distributed_c10d._world
-    most = name_alike(group)
+    most = align_group_names(group)
     before = set(world.pg_map)
     yield
     if world.group_count > most:
-        dist.barrier(group)  # nobody closes what another still reads
+        dist.barrier(group)  # no rank may close a group that another still uses
         for each in [each for each in world.pg_map if each not in before]:
             dist.destroy_process_group(each)
 
 
 def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
-    """One rank: join, then run what arrives until None does."""
+    """Be one rank: join, then run each received job until None arrives."""
     set_up_process(start, files)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     bound = datetime.timedelta(seconds=COLLECTIVE_S)
-    # The loopback address by name of its own device: a machine's host name need not resolve.
+    # Use the loopback address, because a machine's host name need not resolve.
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = bound
@@ -76,14 +76,14 @@ def serve(start: Start, files: Sequence[Any], control: Connection) -> None:
     control.send(None)
     while (job := control.recv()) is not None:
         if isinstance(job, int):
-            name_alike(dist.distributed_c10d._get_default_group())
+            align_group_names(dist.distributed_c10d._get_default_group())
             groups[job], side_groups[job] = (
                 dist.new_group(list(range(job)), timeout=bound, pg_options=options) for _ in range(2)
             )
             continue
         world_size, function, args = job
         gc.collect()
-        gc.freeze()  # as a rank does: a meter that looks at all objects need not look at 350,000 of modules
+        gc.freeze()  # as a rank does: meters then skip the 350,000 objects of modules
         try:
             with own_groups(groups[world_size]):
                 value = function(groups[world_size], *args)
@@ -107,7 +107,7 @@ class Ranks(WarmRanks):
         if not self._ranks:
             self.ensure(MAX)
             self._sizes = frozenset()
-        if world_size not in self._sizes:  # all 16 groups at the start take a pool 3 s more, on two cores
+        if world_size not in self._sizes:  # making all 16 groups at the start would take 3 s more on two cores
             self._sizes |= {world_size}
             for rank in self._ranks:
                 rank.control.send(world_size)
@@ -122,9 +122,9 @@ class Ranks(WarmRanks):
             waiting = {self._ranks[rank].control: rank for rank in range(world_size) if rank not in results}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                said = "\n".join(f"rank {rank} is at {self._place(rank)}" for rank in sorted(waiting.values()))
+                places = "\n".join(f"rank {rank} is at {self._place(rank)}" for rank in sorted(waiting.values()))
                 self.stop()
-                raise RankFailed(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:g} s\n{said}")
+                raise RankFailed(f"no answer from ranks {sorted(waiting.values())} in {timeout_s:g} s\n{places}")
             for each in ready:
                 assert isinstance(each, Connection)
                 results[waiting[each]] = self._received(waiting[each])
@@ -147,15 +147,15 @@ class Ranks(WarmRanks):
 
     def stop(self) -> None:
         for rank in self._ranks:
-            rank.channel.process.terminate()  # those that are not stuck in C++ still write their coverage
+            rank.channel.process.terminate()  # ranks that are not stuck in C++ still write their coverage
         deadline = time.monotonic() + 3
         for rank in self._ranks:
             rank.channel.process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
-        self.close_store()  # new ranks begin with an empty one
+        self.close_store()  # new ranks need an empty one
 
     def close(self) -> None:
-        """Ranks end by themselves, so that their coverage is written."""
+        """Let the ranks end by themselves, so that they write their coverage."""
         for rank in self._ranks:
             rank.control.send(None)
         for rank in self._ranks:

@@ -1,8 +1,7 @@
-"""A checkpoint as one plain file that torch.load opens: `distlab checkpoint export RUN_OR_PATH OUT.pt`.
+"""Export a checkpoint as one file that torch.load opens: `distlab checkpoint export RUN_OR_PATH OUT.pt`.
 
-The file is a dictionary: "weights" and "optimizer" hold dense tensors by name (a model's `load_state_dict` takes the
-weights as they are), "variant", "step" and "settings" say what they are. Exit code 2 where there is nothing good to
-export.
+The file is a dictionary: "weights" and "optimizer" have dense tensors by name (a model's `load_state_dict` accepts the
+weights directly), "variant", "step" and "settings" describe them. Exit code 2 if there is no intact checkpoint.
 """
 
 import argparse
@@ -21,11 +20,11 @@ from distlab.lab.report.table import log_line
 
 @prints_refusals
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find, check, gather, write; returns the exit code."""
+    """Find a checkpoint, check, gather and export it; returns the exit code."""
     options = parser().parse_args(arguments)
     found = locate.newest_good(options.source, lambda text: print(f"checkpoint {text}", file=sys.stderr))
     if found is None:
-        raise Unreadable(f"{options.source} holds no checkpoint: name the folder of a run or of a checkpoint")
+        raise Unreadable(f"{options.source} has no checkpoint: name the folder of a run or of a checkpoint")
     variant = chosen(found, options.variant)
     export(found, variant, options.out)
     print(log_line("exported", f"{variant} after {found.manifest.step} steps ({found.folder}) to {options.out}"))
@@ -33,29 +32,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="distlab checkpoint", description=(__doc__ or "").split("\n\n")[0])
     commands = made.add_subparsers(required=True, metavar="export")
     command = commands.add_parser("export", help="write a checkpoint as one file that torch.load opens")
     command.add_argument("source", type=Path, metavar="RUN_OR_PATH", help="folder of a run, or of one checkpoint")
     command.add_argument("out", type=Path, metavar="OUT.pt", help="the file to write")
-    command.add_argument("--variant", help="which one, where the checkpoint holds several")
+    command.add_argument("--variant", help="the variant to export, if the checkpoint has several")
     return made
 
 
 def chosen(found: FoundCheckpoint, variant: str | None) -> str:
-    """The variant to export; raises Unreadable where it is not there or not clear."""
+    """Return the variant to export; raises Unreadable if it is missing or ambiguous."""
     names = list(found.manifest.steps)
     if variant is None and len(names) == 1:
         return names[0]
     if variant in names:
         return str(variant)
-    asked = f"and not {variant}" if variant is not None else "name one"
-    raise Unreadable(f"{found.folder} holds {', '.join(names)}, {asked}: --variant {names[0]}")
+    fault = f"and not {variant}" if variant is not None else "so choose one"
+    raise Unreadable(f"{found.folder} has {', '.join(names)}, {fault}: --variant {names[0]}")
 
 
 def export(found: FoundCheckpoint, variant: str, out: Path) -> None:
-    """Write one variant's dense tensors to `out`, all of the file or nothing; raises OSError."""
+    """Write one variant's dense tensors to `out`, the complete file or nothing; raises OSError."""
     import torch
 
     from distlab.lab.checkpoint import storage

@@ -1,8 +1,8 @@
-"""The manifest of an engine for so many ranks: `distlab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
+"""Print the manifest of an engine for a number of ranks: `distlab engine kubernetes --ranks 16 fsdp LAB_STEPS=100`.
 
-A manifest is a file of engines/<engine>/ that stands for itself, for 4 ranks. Marks at ends of lines say what depends
-on a run: the number before `# ranks`, three times as many before `# restarts`, the name before `# image`. Variables
-come in the place of `# settings`. So a new engine is a new file, and nothing is made that could not be read there.
+A manifest is a complete file in engines/<engine>/, for 4 ranks. Marks at the ends of lines say what depends on the run:
+the number before `# ranks`, three times that number before `# restarts`, the name before `# image`. The line
+`# settings` is replaced by variables. So a new engine is only a new file, and all that is printed can be read there.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def checked(ranks: int, words: Sequence[str]) -> dict[str, str]:
     """Return the arguments as variables, checked as a rank would; raises ConfigError with all faults."""
     settings = commands.settings(words)
     faults = [
-        f"{name}={settings[name]} is the manifest's to say: --ranks sets how many there are, a volume holds their runs"
+        f"{name}={settings[name]} is set by the manifest: --ranks gives the number of ranks, a volume has their runs"
         for name in OWN
         if name in settings
     ]
@@ -77,12 +77,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="distlab engine", allow_abbrev=False, description=(__doc__ or "").split("\n\n")[0]
     )
-    made.add_argument("engine", choices=engines, help="the engine that is to start the ranks")
-    made.add_argument("--ranks", type=int, default=4, help=f"how many, 1 to {MAX_WORLD_SIZE} (4)")
+    made.add_argument("engine", choices=engines, help="the engine that starts the ranks")
+    made.add_argument("--ranks", type=int, default=4, help=f"number of ranks, 1 to {MAX_WORLD_SIZE} (default 4)")
     several = "; ".join(f"for {engine} {', '.join(kinds(engine))}" for engine in engines if len(kinds(engine)) > 1)
-    made.add_argument("--as", dest="kind", metavar="KIND", help=f"{several} (the first)")
+    made.add_argument("--as", dest="kind", metavar="KIND", help=f"kind of manifest: {several} (default: the first)")
     made.add_argument(
-        "--image", default="distlab:latest", help="the image of a rank, as the engine finds it (distlab:latest)"
+        "--image", default="distlab:latest", help="the image of a rank, as the engine finds it (default distlab:latest)"
     )
     made.add_argument("settings", nargs="*", metavar="MODE|NAME=VALUE", help="the mode, and its settings")
     return made

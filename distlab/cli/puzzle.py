@@ -26,14 +26,14 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         "distlab puzzle",
-        description=f"Without a word: the list of the {len(TASKS)} tasks. With a NUMBER: writes "
-        "puzzles/NUMBER_name.py, and once it is filled in runs it with 1, 2, 3 and 4 ranks.",
-        epilog="exit codes: 0 passed, 1 wrong, 2 a word that says nothing",
+        description=f"Without arguments it lists the {len(TASKS)} tasks. With a NUMBER it writes "
+        "puzzles/NUMBER_name.py; once you have filled it in, it runs it with 1, 2, 3 and 4 ranks.",
+        epilog="exit codes: 0 passed, 1 wrong, 2 an invalid argument",
     )
-    made.add_argument("number", nargs="?", type=int, metavar="NUMBER", help=f"a task, 1 to {len(TASKS)}")
-    made.add_argument("--hint", action="store_true", help="the next hint of the task")
+    made.add_argument("number", nargs="?", type=int, metavar="NUMBER", help=f"the number of a task, 1 to {len(TASKS)}")
+    made.add_argument("--hint", action="store_true", help="print the next hint for the task")
     made.add_argument("--all", action="store_true", help="run all files in puzzles/ that are filled in")
-    made.add_argument("--junit", type=Path, metavar="FILE", help="write what was judged as JUnit XML, too")
+    made.add_argument("--junit", type=Path, metavar="FILE", help="also write the verdicts as JUnit XML")
     return made
 
 
@@ -67,11 +67,11 @@ def refused(typed: argparse.Namespace) -> str:
     if typed.number is not None and typed.number not in TASKS:
         return f"there is no puzzle {typed.number}, allowed: 1 to {max(TASKS)}"
     if typed.number is None and typed.hint:
-        return "--hint is of one puzzle: distlab puzzle 7 --hint"
+        return "--hint needs the number of a puzzle: distlab puzzle 7 --hint"
     if typed.number is not None and typed.all:
-        return f"--all is of all puzzles, and {typed.number} of one: give one of them"
+        return f"--all judges all puzzles, and {typed.number} names one: give only one of the two"
     if typed.junit is not None and (typed.hint or (typed.number is None and not typed.all)):
-        return "--junit is of answers that are judged: distlab puzzle --all --junit FILE, or 7 in place of --all"
+        return "--junit needs answers to judge: distlab puzzle --all --junit FILE, or 7 in place of --all"
     return ""
 
 

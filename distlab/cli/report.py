@@ -1,7 +1,7 @@
 """Judge a finished run again from its records alone, with no cluster: `distlab report runs/<run_id>`.
 
 Exit codes are the run's own (0 all passed, 1 a check failed, 2 refused, 3 lost); 2 also if the records
-cannot be read or the report cannot be written. Two runs are compared and judged by nobody: 0. `--clean DAYS`
+cannot be read or the report cannot be written. Two runs are only compared: 0. `--clean DAYS`
 lists old runs and removes them after asking.
 """
 
@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log.isdecimal():
         options.rank, options.log = int(options.log), "normal"
     if len(options.runs) > 2:
-        parser().error(f"one run is judged and two are compared, and {len(options.runs)} were named")
+        parser().error(f"name one run to judge it or two to compare them, not {len(options.runs)}")
     if len(options.runs) > 1 and (options.junit or options.page_only or options.figures or options.rank is not None):
-        parser().error("--junit, --page-only, --figures and --rank go with one run, and two were named")
+        parser().error("--junit, --page-only, --figures and --rank need one run, not two")
     if options.page and not options.page_only:
-        parser().error("--page says where --page-only writes, and --page-only is not there")
+        parser().error("--page needs --page-only: it names the file that --page-only writes")
     if options.parent is not None:
         die_with(options.parent)
     try:
@@ -73,27 +73,23 @@ def parser() -> argparse.ArgumentParser:
         "runs", nargs="*", type=Path, metavar="RUN", help="folder of a run, such as runs/latest; two to compare"
     )
     made.add_argument(
-        "--junit", type=Path, metavar="FILE", help="also write a test case a check, as JUnit XML for a CI"
+        "--junit", type=Path, metavar="FILE", help="also write a test case per check, as JUnit XML for a CI"
     )
     made.add_argument(
-        "--page-only", action="store_true", help="write report.html and nothing else; returns 0 if it was written"
+        "--page-only", action="store_true", help="write only report.html; the exit code is 0 if it was written"
     )
-    made.add_argument(
-        "--figures", type=Path, metavar="DIR", help="write each figure of the report as SVG, and nothing else"
-    )
-    made.add_argument(
-        "--rank", type=int, metavar="R", help="print the log of this rank again from its records, and nothing else"
-    )
+    made.add_argument("--figures", type=Path, metavar="DIR", help="only write each figure of the report as SVG")
+    made.add_argument("--rank", type=int, metavar="R", help="only print the log of this rank again, from its records")
     made.add_argument(
         "--log", default="normal", metavar="R", type=rank_or_level,
-        help="the same as --rank; or normal or full: how much of it, full has the steps of all variants",
+        help="the same as --rank; or normal or full: the level of detail, full has the steps of all variants",
     )  # fmt: skip
     made.add_argument(
         "--clean", type=days, metavar="DAYS", help="remove the runs of LAB_RUNS_DIR older than this, after asking"
     )
     made.add_argument("--yes", action="store_true", help="with --clean: remove without asking")
     made.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # exit when this process exits
-    made.add_argument("--page", type=Path, metavar="FILE", help="where to write it instead; only with --page-only")
+    made.add_argument("--page", type=Path, metavar="FILE", help="the file to write instead; only with --page-only")
     return made
 
 
@@ -184,7 +180,7 @@ def clean(days: int, *, unasked: bool) -> int:
     for folder in found:
         print(log_line("old", printable(str(folder))))
     if not found:
-        print(log_line("no run", f"in {runs}/ that may be removed is older than {days} days"))
+        print(log_line("clean", f"no run in {runs}/ that may be removed is older than {days} days"))
     elif not unasked and not sys.stdin.isatty():
         raise Refusal("there is no terminal to ask in: --yes removes them without asking")
     elif not unasked and not agreed(f"remove {len(found)} {'run' if len(found) == 1 else 'runs'}? [y/N] "):

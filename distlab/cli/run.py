@@ -26,13 +26,13 @@ from distlab.lab.report import standard_streams
 from distlab.lab.report.progress import announcing
 from distlab.lab.report.table import log_line
 
-# torch's C++ parts print a backtrace with each warning, as when a peer closes its end, 7 to 11 lines a node under
-# torchrun; its profiler greets at level 5.
+# torch's C++ code prints a backtrace with each warning, for example when a peer closes its connection: 7 to 11 lines
+# per node under torchrun. Its profiler prints a greeting at level 5.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
 
-# On a GPU: the same sums in the same order (cuBLAS takes what fits its workspace), and float32 in float32. NCCL ends a
-# process by SIGABRT where a peer is lost or a collective takes too long: here it gives the call up, whose next one
-# raises, and the watch names who is lost.
+# On a GPU: a fixed order of sums (cuBLAS picks algorithms by its workspace), and float32 without TF32. By default NCCL
+# ends a process with SIGABRT if a peer is lost or a collective takes too long: with these settings it aborts the call,
+# the next call raises, and the watch names the lost rank.
 ON_CUDA = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -88,7 +88,7 @@ def print_json(started_at: float) -> int:
         try:
             config = Config.read()
             if config.rank is not None or launchers.read_launcher(os.environ).variables:
-                raise ConfigError(["--json is of a whole run, and an engine started this process as one rank of it"])
+                raise ConfigError(["--json prints a whole run, but an engine started this process as one rank of it"])
             os.environ["LAB_RUN_ID"] = config.run_id or claim_run_id(config.runs_dir, config.mode_name)
             verdict = config.runs_dir / os.environ["LAB_RUN_ID"] / "run.json"
             try:
@@ -104,8 +104,8 @@ def print_json(started_at: float) -> int:
 
 def run(config: Config, started_at: float, engine: str = "") -> int:
     """Start the ranks, or be one, as `engine` says; returns the exit code."""
-    # torch.set_num_threads would bind this thread alone, and gloo's, in which PyTorch's hooks compute, would take all
-    # cores: a QR of 32 columns has other bits there, so replicas differed with the thread that each rank's hook ran in.
+    # torch.set_num_threads would limit only this thread, and gloo's thread, in which PyTorch's hooks compute, would use
+    # all cores: there a QR of 32 columns has other bits, so replicas differed, depending on the thread of each hook.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name, value in (QUIET | (ON_CUDA if config.device == "cuda" else {})).items():
         os.environ.setdefault(name, value)

@@ -1,8 +1,8 @@
-"""Lab: everything that an experiment may use on one rank, except the passes.
+"""The Lab: everything that an experiment may use on one rank, except the passes.
 
-An experiment reads like its lesson because the rest is here: the model and this rank's part of the batch, checks and
-comparisons that decide the verdict, and text and tables for both log and report. It uses no clock, no print, no file
-and no os.environ; the passes over each variant are in verify/.
+An experiment reads like its lesson because everything else is here: the model and this rank's part of the batch, checks
+and comparisons that decide the verdict, and text and tables for both log and report. An experiment uses no clock, no
+print, no file and no os.environ; the passes over each variant are in verify/.
 """
 
 import statistics
@@ -38,10 +38,10 @@ from distlab.techniques.transport.handshake import OnRejected, ignore_rejected
 class RunHooks:
     """The callbacks and data that a rank's run gives to its Lab; by default there is no run, as in a test."""
 
-    at: Callable[[int, str], None] = lambda _step, _phase: None  # reports the main thread's place to the other ranks
+    at: Callable[[int, str], None] = lambda _step, _phase: None  # reports what the main thread does to the other ranks
     work: Work = field(default_factory=Work)  # the number of units, and of those done
-    # All ranks call it when a section of rank 0's log (log.py) is complete, or one more of its `rows`: rank 0 prints it
-    # then, and not at the end.
+    # All ranks call it when a section of rank 0's log (log.py), or one more of its `rows`, is complete, so that rank 0
+    # prints it immediately and not at the end.
     finished: Callable[..., None] = lambda _section, _rows=(): None
     side_group: dist.ProcessGroup | None = None  # of gloo and all ranks, for communication next to the training
 
@@ -53,8 +53,8 @@ class RunHooks:
     # Fault injection (fault_injection.py), at the start of a training step.
     on_step: Callable[[int, str], None] = lambda _step, _variant: None
 
-    # In runs that continue after losses: from when on, and the action then; the serving rank collects for all that
-    # remain; in an elastic mode, the members.
+    # In runs that continue after losses: allow losses from now on, and the action after each; let the serving rank
+    # print and collect for all remaining ranks; in an elastic mode, the members.
     let_leave: Callable[[Callable[[int], None]], None] = lambda _then: None
     move: Callable[[], None] = lambda: None
     membership: Membership | None = None
@@ -83,7 +83,7 @@ class Lab:
     # --- the workload ---
 
     def model(self, dtype: torch.dtype) -> Model:
-        """Return the dense model by LAB_SEED: the same on every rank."""
+        """Return the dense model of LAB_SEED, equal on every rank."""
         return self.mode.model(self.config, self.config.seed).to(self.device, dtype)
 
     def batches(self, dtype: torch.dtype, *, proof: bool = False) -> Batches:
@@ -169,7 +169,7 @@ class Lab:
                 test = row.fails_in
                 path = f"tests/experiments/test_{self.config.mode_name}.py::{test}"
                 return path if test.startswith("test_") else test
-        raise LookupError(f"{name!r} is in no row of the mode's table that says what makes it fail, nor is a mistake's")
+        raise LookupError(f"no row of the mode's table and no injected bug says what makes the check {name!r} fail")
 
     def compare(
         self, name: str, predicted: float, measured: float, unit: str = "B", tolerance: float = 0.0, variant: str = "",
@@ -180,7 +180,7 @@ class Lab:
         With `shown`, a reason, the comparison is informational. `control` is as in `check`.
         """
         if name == "peak bytes" and is_own(self.config.model):
-            shown = shown or "what a layer of one's own holds in its midst is in no formula"
+            shown = shown or "no formula covers what a layer of your own model stores inside"
         control = "" if shown else self.mistake_for(name) or control or self.fails_in(name)
         self.journal.write(
             records.Comparison(
@@ -314,11 +314,11 @@ class Kind(NamedTuple):
 # in the formulas and only informational. A bubble is measured if the passes were marked.
 TESTS = "tests/lab/test_lab.py::"
 KINDS = {
-    "wire bytes": Kind(lambda step: None, control=f"{TESTS}test_bytes_beside_their_formula_fail"),  # noqa: ARG005
+    "wire bytes": Kind(lambda step: None, control=f"{TESTS}test_bytes_that_differ_from_their_formula_fail"),  # noqa: ARG005
     "peak bytes": Kind(lambda step: sum(step.peak.values()), 0.05),
     "rest bytes": Kind(
-        lambda step: sum(step.rest.values()) - step.rest["communication"], 0.01, 0, f"{TESTS}test_bytes_that_stay_fail"
+        lambda step: sum(step.rest.values()) - step.rest["communication"], 0.01, 0, f"{TESTS}test_leaked_bytes_fail"
     ),
-    "calls": Kind(lambda step: step.traffic.calls, 0, 0, f"{TESTS}test_calls_beside_their_formula_fail"),
+    "calls": Kind(lambda step: step.traffic.calls, 0, 0, f"{TESTS}test_calls_that_differ_from_their_formula_fail"),
     "bubble": Kind(lambda step: getattr(step, "bubble", None), 0, 0.03),
 }

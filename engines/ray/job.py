@@ -1,4 +1,4 @@
-"""distlab under Ray: a rank an actor, spread over the nodes, and the exit code of the worst.
+"""Run distlab under Ray: one actor per rank, spread over the nodes; returns the worst exit code.
 
     python -m engines.ray.job --ranks 4 fsdp LAB_STEPS=100
 
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     try:
         ray.get(room.ready(), timeout=ROOM_S)
     except ray.exceptions.GetTimeoutError:
-        print(f"refused    --ranks {typed.ranks}: the cluster had no room for so many in {ROOM_S:g} s, a CPU each")
+        print(f"refused    --ranks {typed.ranks}: the cluster had no free CPU for each within {ROOM_S:g} s")
         return 2
     codes = started(room, typed.ranks, settings)
     for rank, code in enumerate(codes):
@@ -83,7 +83,7 @@ def started(room: PlacementGroup, ranks: int, settings: dict[str, str]) -> list[
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m engines.ray.job", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--ranks", type=int, default=4, help="how many (4)")
+    made.add_argument("--ranks", type=int, default=4, help="number of ranks (default 4)")
     made.add_argument("settings", nargs="*", metavar="MODE|NAME=VALUE", help="the mode, and its settings")
     return made
 

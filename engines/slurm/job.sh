@@ -1,12 +1,12 @@
 #!/bin/sh
-# distlab under Slurm: a rank a task, and a job that goes on where it had saved when a node or a rank dies.
+# distlab under Slurm: one rank per task; if a node or a rank dies, the job continues from its last checkpoint.
 #
 #   sbatch engines/slurm/job.sh
 #   RUN_MODE=fsdp LAB_CHECKPOINT_EVERY=100 sbatch --nodes=2 --ntasks-per-node=4 engines/slurm/job.sh
 #
-# The lab's folder, with its .venv (./install) and runs/, has to be one that all nodes see. Variables come from the shell, as
-# everywhere; who is which rank, Slurm says. Slurm itself puts a job whose node is gone back into the queue; a rank that was lost
-# without its node (srun ends with 3, or with 137 where the rank was killed) does not, so that is done here, RESTARTS times at most.
+# The lab's folder, with its .venv (./install) and runs/, must be visible on all nodes. Settings come from the shell's variables,
+# the rank numbers from Slurm. Slurm itself requeues a job whose node has failed. It does not if only a rank was lost (srun ends
+# with 3) or killed (137): then this script requeues the job, at most RESTARTS times.
 #SBATCH --job-name=distlab
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,4 +1,4 @@
-"""What `distlab check` refuses, in one sentence each and all at once, before any rank starts; and what it prints."""
+"""`distlab check` refuses invalid arguments before any rank starts, one sentence per fault, all at once."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Check = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def check(capsys: pytest.CaptureFixture[str]) -> Check:
-    """Exit code and output of `distlab check WORDS`, which may start no rank."""
+    """Return exit code and output of `distlab check WORDS`, which must not start a rank."""
 
     def checked(*words: str, **environ: str) -> tuple[int, str]:
         with mock.patch.dict(os.environ, clean(**environ), clear=True):
@@ -39,7 +39,7 @@ def test_help_names_its_variables_and_starts_nothing(check: Check) -> None:
         assert word in said
 
 
-def test_a_script_that_is_not_there_is_refused_with_the_nearest_one(check: Check, script: str) -> None:
+def test_a_missing_script_is_refused_with_the_nearest_one(check: Check, script: str) -> None:
     code, said = check(script.replace("train", "trian"))
     assert code == 2
     assert "does not exist (did you mean 'train.py'?)" in said
@@ -69,7 +69,7 @@ def test_bad_syntax_is_refused_with_its_line(check: Check, tmp_path: Path) -> No
         ("LAB_REQUIREMENTS=requirements.txt", "works only in containers"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(check: Check, setting: str, said: str, script: str) -> None:
+def test_an_invalid_setting_is_refused(check: Check, setting: str, said: str, script: str) -> None:
     code, printed = check(setting, script)
     assert code == 2, printed
     assert said in printed

@@ -1,4 +1,4 @@
-"""The manifests as an engine reads them: valid by Kubernetes' newest schema, each number and each variable in place."""
+"""The manifests are valid by Kubernetes' newest schema, with the right numbers and variables."""
 
 import re
 import socket
@@ -20,7 +20,7 @@ def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]
 
 
 def rank_of(kind: str, document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The Job of a manifest, as Kubernetes will see it, and the container of a rank."""
+    """Return the Job of a manifest as Kubernetes sees it, and the container of a rank."""
     spec = document["spec"]
     if kind == "trainjob":
         (replicated,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -36,7 +36,7 @@ def rank_of(kind: str, document: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_manifest_is_valid_to_the_last_field(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_every_field_of_a_manifest_is_valid(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     documents = made(capsys, "--as", kind, "--ranks", "16", "fsdp")
     job, _ = rank_of(kind, documents[-1])
     own = [document for document in documents if "." not in document["apiVersion"].partition("/")[0]]
@@ -52,8 +52,8 @@ def test_a_misspelt_field_is_seen() -> None:
         kubernetes_validate.validate(job, "1.37", strict=True)
 
 
-def test_what_no_schema_knows_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    """Values of which there are a few: the schemas take any text for them."""
+def test_values_that_no_schema_checks_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields with a few valid values, for which the schemas accept any text."""
     service, claim, job = made(capsys)
     assert (service["apiVersion"], service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == (
         "v1", "None", True,
@@ -75,7 +75,7 @@ def test_what_no_schema_knows_is_right(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_image_and_settings_are_where_they_belong(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_ranks_image_and_settings_are_inserted(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     words = ["--as", kind, "--ranks", "700", "--image", "here:5000/distlab:7", "tp", "LAB_CLIP=0.5", "LAB_RUN_ID=mine"]
     document = made(capsys, *words)[-1]
     job, container = rank_of(kind, document)
@@ -105,19 +105,19 @@ def test_a_pod_of_the_indexed_job_is_a_rank(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_stands_for_itself(kind: str) -> None:
+def test_a_manifest_is_complete_for_four_ranks(kind: str) -> None:
     text = (ENGINES / "kubernetes" / f"{kind}.yaml").read_text()
     unset = re.sub(r"^ *# settings\n", "", text, flags=re.MULTILINE)
     assert manifest(text, 4, "distlab:latest", {}) == unset
     assert text.count("# settings") == text.count("# image") == 1
 
 
-def test_all_faults_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kubernetes", "--ranks", "1025", "WORLD_SIZE=4", "LAB_STEP=3"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "refused    WORLD_SIZE=4 is the manifest's to say: --ranks sets how many there are, a volume holds their runs",
+        "refused    WORLD_SIZE=4 is set by the manifest: --ranks gives the number of ranks, a volume has their runs",
         "refused    --ranks 1025 is out of range: expected 1 to 1024",
         "refused    LAB_STEP is not a variable of the lab (did you mean 'LAB_STEPS'?)",
     ]

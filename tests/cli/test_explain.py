@@ -1,4 +1,4 @@
-"""The lesson without the run."""
+"""Print a lesson without running it."""
 
 import importlib
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_every_mode_explains_itself(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_a_lesson_ends_with_the_files_that_it_is_read_in(mode: str) -> None:
+def test_a_lesson_ends_with_its_files_in_reading_order(mode: str) -> None:
     lines = explain(Config.read({"RUN_MODE": mode, "WORLD_SIZE": "3"}), load(mode))
     order = lines[lines.index("Read it in this order:") + 1 :]
     assert len(order) >= 1
@@ -46,7 +46,7 @@ def test_the_numbers_follow_the_settings() -> None:
     assert "5.20 MB" in four
 
 
-def test_a_bug_is_explained_with_the_check_that_sees_it(
+def test_a_bug_is_explained_with_the_check_that_catches_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcast")
@@ -58,13 +58,15 @@ def test_a_bug_is_explained_with_the_check_that_sees_it(
     assert added.strip().startswith("+            pass  # ranks that begin apart")
 
 
-def test_a_fault_is_refused_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_refused_as_in_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LAB_BUG", "no_broadcst")
     assert main() == 2
     assert "did you mean 'no_broadcast'?" in capsys.readouterr().err
 
 
-def test_a_link_to_be_shaped_is_asked_of_a_rank_and_not_of_its_lesson(
+def test_explain_needs_no_slow_link(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(link, "SHAPED", tmp_path / "shaped")

@@ -1,5 +1,5 @@
-"""The arithmetic of `make fit`: what dp and zero3 need, by hand, and a verdict that can fail. The kill is in
-tests/compose."""
+"""The arithmetic of `make fit`: the memory of dp and zero3 by hand, and a verdict that can fail. tests/compose has
+the kill."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.lab.report.made_up import bent, good_run, plus, written
 SMALL = {"LAB_WIDTH": "16", "LAB_HEADS": "2", "LAB_DEPTH": "3", "LAB_SEQ": "5", "LAB_BATCH": "4", "WORLD_SIZE": "2"}
 
 
-def test_needs_are_the_papers_and_what_stands_beside() -> None:
+def test_memory_needs_follow_the_paper() -> None:
     assert fit.dp_need(1000, 7).nbytes == 16_000 + 7
     layers = [100, 300, 300, 100]
     step = 16 * 800 / 4 + WHOLE_LAYERS * 4 * 300 + 7
@@ -23,17 +23,17 @@ def test_needs_are_the_papers_and_what_stands_beside() -> None:
     assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + WHOLE_LAYERS * 4 * 10
 
 
-def test_activations_are_those_of_one_rank_and_hold_no_weights() -> None:
+def test_activations_are_those_of_one_rank_without_weights() -> None:
     one, half = (fit.activations(Config.read(SMALL | {"WORLD_SIZE": size})) for size in ("1", "2"))
     assert one - 4 == 2 * (half - 4) > 0  # the loss itself is a scalar
 
 
-def test_a_run_without_a_model_holds_what_torch_does() -> None:
+def test_a_run_without_a_model_has_the_memory_of_torch() -> None:
     assert 50e6 < fit.base() < 2e9
 
 
 def variant(records: Ranks, name: str, apart: float = 0.0) -> Ranks:
-    """The run as one of this variant, its losses moved by `apart`."""
+    """Return the run as one of this variant, with its losses moved by `apart`."""
 
     def change(record: Record) -> Record | None:
         if isinstance(record, Losses):
@@ -68,13 +68,13 @@ def runs(tmp_path: Path) -> dict[str, Path]:
         ("fsdp dp fsdp", ["dp and fsdp did not train to the same losses"]),
     ],
 )
-def test_the_verdict_says_what_does_not_hold(runs: dict[str, Path], names: str, expected: list[str]) -> None:
+def test_the_verdict_names_each_failed_condition(runs: dict[str, Path], names: str, expected: list[str]) -> None:
     folders = [runs[name] for name in names.split()]
     assert fit.unmet(*folders) == expected
     assert fit.main(["judge", *map(str, folders)]) == bool(expected)
 
 
-def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit.main(["limits"]) == 2
     assert fit.main(["judge", *[str(tmp_path / "absent")] * 3]) == 2
     said = capsys.readouterr().err

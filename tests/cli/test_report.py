@@ -1,4 +1,4 @@
-"""The command: rebuilds from the records alone, judges the same, refuses what it cannot read by file and line."""
+"""`distlab report` rebuilds a run from its records, with the same verdict, and names file and line of a broken record."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ FAILING = {
 }
 
 
-def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_rebuilt_from_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", good_run())
     write_run(run, judge(good_run()))
     before = (run / "run.json").read_bytes()
@@ -44,7 +44,7 @@ def test_a_good_run_is_rebuilt_from_its_records_alone(tmp_path: Path, capsys: py
     assert said[-3:-1] == ["PASS       16 checks passed", f"report     {run / 'report.html'}"]
 
 
-def test_a_world_of_more_than_ten_ranks_is_read_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_more_than_ten_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", good_run(12))
     (run / "rank3.1.jsonl").write_text("of an attempt before\n")
     assert main([str(run)]) == 0, capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_a_world_of_more_than_ten_ranks_is_read_whole(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_every_way_to_fail_has_its_exit_code(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_failure_has_its_exit_code(kind: str, tmp_path: Path) -> None:
     records, code = FAILING[kind]
     junit = tmp_path / "junit.xml"
     assert main([str(written(tmp_path / "run", records)), "--junit", str(junit)]) == code
@@ -75,7 +75,7 @@ def test_junit_has_a_case_for_each_check_and_comparison(tmp_path: Path) -> None:
     assert (suite.get("failures"), suite.get("skipped")) == ("3", "10")
 
 
-def test_junit_survives_what_xml_has_no_word_for(tmp_path: Path) -> None:
+def test_junit_escapes_characters_that_xml_forbids(tmp_path: Path) -> None:
     records = plus(without(End, good_run(), 2), Lost(2, 9, "\x1b[31mkilled\x00 & <gone>"))
     main([str(written(tmp_path / "run", records)), "--junit", str(tmp_path / "junit.xml")])
     error = ET.parse(tmp_path / "junit.xml").getroot().find(".//error")
@@ -104,7 +104,7 @@ def test_a_broken_line_is_refused_by_file_and_line(
 
 
 @pytest.mark.parametrize("content", [None, {}], ids=["absent", "empty"])
-def test_what_is_not_a_run_is_refused(
+def test_a_folder_without_a_run_is_refused(
     content: Ranks | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -125,7 +125,7 @@ def full_disk(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_by_the_file_and_a_full_output_is_none(
+def test_a_full_disk_is_reported_with_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = written(tmp_path / "run", good_run())
@@ -139,13 +139,13 @@ def test_a_full_disk_is_told_by_the_file_and_a_full_output_is_none(
     assert f"broken     {run}/report.html cannot be written: No space left on device" in capsys.readouterr().err
 
 
-def test_the_page_alone_leaves_the_verdict_to_others(tmp_path: Path) -> None:
+def test_page_only_writes_no_verdict(tmp_path: Path) -> None:
     run = written(tmp_path / "run", FAILING["a check"][0])
     assert main(["--page-only", str(run)]) == 0
     assert (run / "report.html").exists() and not (run / "run.json").exists()
 
 
-def test_two_runs_are_one_table_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_are_compared_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = written(tmp_path / "old", good_run()), written(tmp_path / "new", FAILING["a check"][0])
     assert main([str(old), str(new)]) == 0
     first, *said = capsys.readouterr().out.splitlines()
@@ -155,7 +155,7 @@ def test_two_runs_are_one_table_and_nothing_is_written(tmp_path: Path, capsys: p
     assert not [*tmp_path.glob("*/*.html"), *tmp_path.glob("*/run.json")]
 
 
-def test_a_run_that_cannot_be_read_is_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, broken = written(tmp_path / "good", good_run(2)), written(tmp_path / "broken", good_run(2))
     (broken / "rank1.jsonl").write_text("[]\n")
     assert main([str(good), str(broken)]) == 2
@@ -183,13 +183,13 @@ def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_where_no_run_is_the_way_to_one_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_the_command_for_one_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "latest")]) == 2
     said = f"refused    {tmp_path}/latest is not the folder of a run: there is none yet, make one with ./run or `distlab run`"
     assert capsys.readouterr().err == f"{said}\n"
 
 
-def test_a_report_says_what_the_planner_says_or_why_it_says_nothing(tmp_path: Path) -> None:
+def test_a_report_shows_the_planners_numbers_or_the_reason(tmp_path: Path) -> None:
     run = written(tmp_path / "run", good_run(2))
     assert main([str(run), "--page-only"]) == 0
     assert "not planned: it knows the lab" in (run / "report.html").read_text()
@@ -202,7 +202,7 @@ def test_a_report_says_what_the_planner_says_or_why_it_says_nothing(tmp_path: Pa
 
 
 class Terminal(io.StringIO):
-    """What a person types."""
+    """Input that a person types."""
 
     def isatty(self) -> bool:
         return True
@@ -210,7 +210,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs that ended so many days ago, the newest of them old too, a link to one elsewhere, and what is none."""
+    """Make runs that ended so many days ago, a link to a run elsewhere, and folders without a run."""
     folder = tmp_path / "runs"
     ages = {"runs/newest": 8, "runs/latest_of": 9, "runs/held": 10, "runs/old": 11, "elsewhere": 20}
     for name, age in ages.items():
@@ -230,7 +230,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def held(runs: Path) -> Iterator[None]:
-    """A rank of one is alive."""
+    """A rank of a run is still alive."""
     with (runs / "held" / ".run").open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -246,10 +246,10 @@ def held(runs: Path) -> Iterator[None]:
         (["7"], Terminal("\n"), 0, "nothing is removed"),
         (["7"], Terminal(""), 0, "nothing is removed"),
         (["7"], io.StringIO("y\n"), 2, "refused    there is no terminal to ask in: --yes removes them without asking"),
-        (["12", "--yes"], io.StringIO(), 0, "no run     in {runs}/ that may be removed is older than 12 days"),
+        (["12", "--yes"], io.StringIO(), 0, "clean      no run in {runs}/ that may be removed is older than 12 days"),
     ],
 )
-def test_an_old_run_is_removed_after_asking_and_no_other(
+def test_only_old_runs_are_removed_after_asking(
     words: list[str], answer: io.StringIO, code: int, said: str, runs: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -263,7 +263,7 @@ def test_an_old_run_is_removed_after_asking_and_no_other(
     assert {path for path in runs.parent.rglob("*") if "old" not in path.parts} == before
 
 
-def test_a_run_that_goes_on_while_the_question_stands_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_continues_during_the_question_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (runs / "old" / ".run").open() as file:
 
         def agree(_: str) -> bool:
@@ -277,7 +277,7 @@ def test_a_run_that_goes_on_while_the_question_stands_is_kept(runs: Path, monkey
 
 
 @pytest.mark.usefixtures("held")
-def test_what_cannot_be_removed_is_named(
+def test_a_run_that_cannot_be_removed_is_named(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(folder: Path) -> None:
@@ -303,7 +303,7 @@ def test_what_cannot_be_removed_is_named(
         ([], "name the folders of runs, or --clean DAYS"),
     ],
 )
-def test_what_names_no_run_is_refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert sentence in capsys.readouterr().err

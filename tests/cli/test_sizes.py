@@ -1,4 +1,4 @@
-"""Sizes as people write them, and those that no machine has."""
+"""Parse sizes as people write them, and refuse impossible ones."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_a_large_b_is_a_byte_and_a_small_one_a_bit(written: str, bytes_per_s: fl
 
 
 @pytest.mark.parametrize("written", ["50Gb", "50Gb/s", "50GBPS", "50gb", "50Gbps/s", "50G", "50Gbits", "50"])
-def test_a_rate_that_may_be_bits_or_bytes_is_refused(written: str) -> None:
+def test_an_ambiguous_rate_is_refused(written: str) -> None:
     with pytest.raises(NotASize, match="in bits, or 50GB/s or 50GBps, in bytes"):
         sizes.rate(written)
 
@@ -29,8 +29,8 @@ def test_a_rate_that_may_be_bits_or_bytes_is_refused(written: str) -> None:
     ["params {}", "params {}T", "gpus {}", "layers {}", "gpu-memory {}GB", "link {}Gbit", "latency {}s", "flops {}"],
 )
 @pytest.mark.parametrize("digits", [20, 310, 5000])
-def test_what_is_beyond_any_machine_is_refused(option: str, digits: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """With 310 digits and more a float is infinite, which no whole number is."""
+def test_sizes_beyond_any_machine_are_refused(option: str, digits: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A float of more than 310 digits is infinite, and cannot become a whole number."""
     assert main(f"--params 7B --gpus 64 --gpu-memory 80GB --{option.format('9' * digits)}".split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"refused    --{option.split()[0]}=") and "is beyond any machine, allowed: up to 1e+" in line
@@ -39,19 +39,19 @@ def test_what_is_beyond_any_machine_is_refused(option: str, digits: int, capsys:
 @pytest.mark.parametrize(
     ("option", "code"), [("gpus 1000000000", 0), ("gpus 1000000008", 2), ("params 1000000T", 0), ("params 1000001T", 2)]
 )
-def test_the_most_is_allowed_and_no_more(option: str, code: int) -> None:
+def test_the_largest_size_is_allowed(option: str, code: int) -> None:
     assert main(f"--params 7B --gpus 64 --gpu-memory 80GB --{option}".split()) == code
 
 
 @pytest.mark.parametrize(
     ("option", "words"), [("params", "is nothing"), ("flops", "is nothing"), ("utilisation", "is out of range")]
 )
-def test_next_to_nothing_is_nothing(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_sizes_are_refused(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"--params 7B --gpus 64 --gpu-memory 80GB --{option} 0.{'0' * 310}1".split()) == 2
     assert words in capsys.readouterr().err
 
 
-def test_the_most_that_is_allowed_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_allowed_sizes_have_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     most = (
         "--params 1000000T --gpus 1000000000 --gpu-memory 80GB --layers 1000000000 --seq 1000000000 --batch 1000000000"
     )

@@ -69,7 +69,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     stated = [r.text for r in by_rank[0] if isinstance(r, records.Said) and r.heading == "batch"]
     assert len(stated) == len(table.columns) - 2
     if world_size == 3:
-        assert stated[1].startswith("k = 2: 26 samples a step = 9 + 9 + 8")
+        assert stated[1].startswith("k = 2: 26 samples per step = 9 + 9 + 8")
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])

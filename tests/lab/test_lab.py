@@ -51,28 +51,28 @@ def fails(lab: Lab, kind: str, predicted: float, seen: dict[str, Any]) -> set[st
         (1e6, 0.0, {"wire bytes"}),
     ],
 )
-def test_bytes_beside_their_formula_fail(called: float, wire: float, wrong: set[str]) -> None:
+def test_bytes_that_differ_from_their_formula_fail(called: float, wire: float, wrong: set[str]) -> None:
     assert fails(lab_alone(), "wire bytes", 1e6, counted(called, wire, 0)) == wrong
 
 
 @pytest.mark.parametrize(("rest", "holds"), [(1000, True), (1011, False), (900, False)])
-def test_bytes_that_stay_fail(rest: int, holds: bool) -> None:
+def test_leaked_bytes_fail(rest: int, holds: bool) -> None:
     assert fails(lab_alone(), "rest bytes", 1000.0, counted(0, 0, rest)) == (set() if holds else {"rest bytes"})
 
 
 @pytest.mark.parametrize(("predicted", "holds"), [(1, True), (2, False)])
-def test_calls_beside_their_formula_fail(predicted: int, holds: bool) -> None:
+def test_calls_that_differ_from_their_formula_fail(predicted: int, holds: bool) -> None:
     assert fails(lab_alone(), "calls", predicted, counted(0, 0, 0)) == (set() if holds else {"calls"})
 
 
-def test_a_check_names_the_mistake_that_it_sees_before_any_test() -> None:
+def test_the_control_of_a_check_is_first_an_injected_bug() -> None:
     lab = lab_alone(lost_shard="gradients")
     lab.check("gradients", 0, 0, control="tests/a.py::test_b")
     lab.check("weights", 0, 0, control="tests/a.py::test_b")
     assert [entry.control for entry in lab.journal.records] == ["LAB_BUG=lost_shard", "tests/a.py::test_b"]  # type: ignore[attr-defined]
 
 
-def test_a_check_is_made_to_fail_by_what_its_row_says_and_one_of_no_row_raises() -> None:
+def test_the_control_of_a_check_is_in_its_row() -> None:
     lab = lab_alone()
     rows = (Claims(("sum",), fails_in="test_a"), Claims(("bytes over ",), (), fails_in="tests/b.py::test_b"))
     lab.mode = Mode(claims=lambda _mode, _config: rows)
@@ -80,11 +80,11 @@ def test_a_check_is_made_to_fail_by_what_its_row_says_and_one_of_no_row_raises()
         lab.check(name, 0, 0)
     found = [entry.control for entry in lab.journal.records]  # type: ignore[attr-defined]
     assert found == ["tests/experiments/test_dp.py::test_a", "tests/b.py::test_b"]
-    with pytest.raises(LookupError, match="'summ' is in no row"):
+    with pytest.raises(LookupError, match="injected bug says what makes the check 'summ' fail"):
         lab.check("summ", 0, 0)
 
 
-def test_what_is_shown_says_why_and_decides_nothing() -> None:
+def test_an_informational_comparison_has_a_reason() -> None:
     lab = lab_alone(lost_shard="bubble")
     lab.compare("bubble", 0.5, 0.7, shown=PYTORCHS)
     (entry,) = lab.journal.records

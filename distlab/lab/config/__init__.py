@@ -1,4 +1,4 @@
-"""Every variable of the lab, once: its name, type, default, unit, check and one line of help.
+"""Every variable of the lab: its name, type, default, unit, check and one line of help.
 
 The environment alone configures a run, as it does a container. `Config.read()` turns it into one frozen object, or
 raises `ConfigError` with every fault at once, one per line, before torch is imported. Variables of the cluster keep the
@@ -22,14 +22,14 @@ from distlab.lab.config import settings, user_code
 from distlab.lab.config.settings import ModeOptions, aliases, declared, fault_sentence, named_value, quoted
 
 MAX_WORLD_SIZE = 1024  # of ranks that a launcher starts
-ON_ONE_MACHINE = 8  # as containers or local processes: the size of the Compose file
-MOST = 10**9  # of any count: beyond any machine, and far from the limit of 64-bit integers
+ON_ONE_MACHINE = 8  # containers or local processes: the size of the Compose file
+MOST = 10**9  # of any count: more than any machine has, and far below the limit of 64-bit integers
 MOST_LAYERS = 1000  # an outline of this many takes seconds
-MOST_SIZE = 10**6  # of a model's width, a sample and a batch: its square times 32 is far from that limit, too
-MOST_SEED = 2**32 - 1  # an epoch's generator is seeded with a million times as much, in 64 bits
+MOST_SIZE = 10**6  # of a model's width, a sample and a batch: its square times 32 is far below that limit, too
+MOST_SEED = 2**32 - 1  # the seed of an epoch's generator is a million times as large, in 64 bits
 MOST_SECONDS = 10**6  # twelve days; a thread can wait for at most 292 years, gloo for less
 Own = TypeVar("Own", bound=ModeOptions)
-LINE_POINTS = 32  # the first lesson's: 8, 6, 9 and 9 for four workers
+LINE_POINTS = 32  # of the first lesson: 8, 6, 9 and 9 for four ranks
 
 
 class Refusal(Exception):
@@ -61,22 +61,22 @@ class Config(BaseSettings):
     # The cluster: who this rank is, and where the others are.
     run_mode: Annotated[str, AfterValidator(settings.known_mode)] = Field("dp", alias="RUN_MODE", description="the experiment: a mode in experiments/, or the path of one such as mine/mode.py")
     rank: int | None = Field(None, alias="RANK", ge=0, le=MOST, description="this rank, from 0; unset: start all ranks as local processes")
-    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks; as containers or local processes of one machine at most 8")
+    world_size: int = Field(4, alias="WORLD_SIZE", ge=1, le=MAX_WORLD_SIZE, description="number of ranks; at most 8 as containers or local processes on one machine")
     master_addr: Annotated[str, AfterValidator(settings.host_name)] | None = Field(None, alias="MASTER_ADDR", description="host of rank 0")
     master_port: int = Field(29500, alias="MASTER_PORT", ge=1, le=65535, description="port of rank 0")
-    key: Annotated[SecretStr, AfterValidator(settings.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same words on all ranks, 16 characters at least: what is not sealed with it is not believed; unset: drawn by whoever starts all ranks, else derived")
-    key_file: Annotated[Path, AfterValidator(settings.key_file)] | None = Field(None, alias="LAB_KEY_FILE", exclude=True, description="file with the key of the run in place of LAB_KEY, which whoever may look at a process or a container can read; containers have it as a secret")
+    key: Annotated[SecretStr, AfterValidator(settings.key)] | None = Field(None, alias="LAB_KEY", exclude=True, repr=False, description="key of the run, the same on all ranks, at least 16 characters: messages that are not signed with it are ignored; unset: the launcher of all ranks creates one, else it is derived from MASTER_PORT")
+    key_file: Annotated[Path, AfterValidator(settings.key_file)] | None = Field(None, alias="LAB_KEY_FILE", exclude=True, description="file with the key of the run; safer than LAB_KEY, which anyone who can inspect a process or a container can read; containers get it as a secret")
     local_rank: int | None = Field(None, alias="LOCAL_RANK", ge=0, le=MOST, description="index among the ranks of this machine, as torchrun sets it")
 
     # What to run.
-    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas, a strategy of your own as mine/wave.py:wave; empty: all but plain, the mode's page of code")
-    model: Annotated[str, AfterValidator(settings.known_model)] = Field("gpt", alias="LAB_MODEL", description="what is trained: line, mlp, gpt, or a function of a file of your own such as mine/model.py:model")
+    variant: Annotated[tuple[str, ...], NoDecode] = Field((), alias="LAB_VARIANT", description="variants to run, separated by commas; your own strategy as mine/wave.py:wave; unset: all except plain, the mode's page of code")
+    model: Annotated[str, AfterValidator(settings.known_model)] = Field("gpt", alias="LAB_MODEL", description="model to train: line, mlp, gpt, or a function in your own file such as mine/model.py:model")
     width: int = Field(128, alias="LAB_WIDTH", ge=1, le=MOST_SIZE, description="width of the model")
     depth: int = Field(8, alias="LAB_DEPTH", ge=1, le=MOST_LAYERS, description="number of layers")
     heads: int = Field(8, alias="LAB_HEADS", ge=1, le=MOST, description="attention heads of gpt")
     seq: int = Field(64, alias="LAB_SEQ", ge=1, le=MOST_SIZE, description="bytes of text in a sample of gpt")
     tie: bool = Field(False, alias="LAB_TIE", description="1: gpt's output layer shares the embedding's weights")
-    text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder that gpt reads; unset: Python's own standard library")
+    text: Path | None = Field(None, alias="LAB_TEXT", description="file or folder with the text that gpt is trained on; unset: the source of Python's standard library")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", alias="LAB_DTYPE", description="type of weights and gradients in the timed pass")
     steps: int = Field(20, alias="LAB_STEPS", ge=1, le=MOST, description="steps of the timed pass")
     batch: int = Field(16, alias="LAB_BATCH", ge=1, le=MOST_SIZE, description="samples in the global batch (unset with LAB_MODEL=line: 32)")
@@ -85,37 +85,37 @@ class Config(BaseSettings):
     lr: float | None = Field(None, alias="LAB_LR", gt=0, le=1000, allow_inf_nan=False, description="learning rate; unset: 0.1 for sgd, 0.001 for adamw")
     clip: float | None = Field(None, alias="LAB_CLIP", gt=0, le=MOST, allow_inf_nan=False, description="bound on the global norm of the gradients; unset: off")
     seed: int = Field(1, alias="LAB_SEED", ge=0, le=MOST_SEED, description="seed of weights and data")
-    proof: bool = Field(True, alias="LAB_PROOF", description="0: leave the proof out")
-    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists those of a mode")
+    proof: bool = Field(True, alias="LAB_PROOF", description="0: skip the proof against one process")
+    bug: str | None = Field(None, alias="LAB_BUG", description="a bug to inject; `make explain` lists the bugs of a mode")
 
     # How to run it.
-    backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="what moves the bytes: a library, or the lab's own transport over plain TCP")
-    device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="where tensors live; nccl means cuda")
-    bucket: float | None = Field(None, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB; unset: a fifth of the lab's own model, of another 1")
+    backend: Literal["gloo", "nccl", "tcp"] = Field("gloo", alias="LAB_BACKEND", description="communication backend: a library, or tcp, the lab's own transport over plain TCP")
+    device: Literal["cpu", "cuda"] = Field("cpu", alias="LAB_DEVICE", description="device of the tensors; LAB_BACKEND=nccl implies cuda")
+    bucket: float | None = Field(None, alias="LAB_BUCKET_MIB", gt=0, le=2**20, allow_inf_nan=False, description="size of a gradient bucket in MiB; unset: a fifth of the gradients of mlp or gpt, 1 for other models")
 
-    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: keep no activations inside a layer, compute them again in the backward pass")
-    net_rate: Annotated[str, AfterValidator(settings.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: as fast as it is")
+    recompute: bool = Field(False, alias="LAB_RECOMPUTE", description="1: store no activations inside a layer and recompute them in the backward pass")
+    net_rate: Annotated[str, AfterValidator(settings.rate)] | None = Field(None, alias="LAB_NET_RATE", description="rate of each rank's link, such as 100mbit (containers with compose/net.yaml); unset: no limit")
     net_delay: Annotated[str, AfterValidator(settings.delay)] | None = Field(None, alias="LAB_NET_DELAY", description="delay of each message, such as 5ms (containers with compose/net.yaml, where the kernel has netem)")
-    slow_rank: Annotated[str, AfterValidator(settings.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank that computes at a share of its speed in the timed pass, such as 2:0.5")
+    slow_rank: Annotated[str, AfterValidator(settings.slow_rank)] | None = Field(None, alias="LAB_SLOW_RANK", description="a rank to slow in the timed pass, and its fraction of full speed: 2:0.5 lets rank 2 compute at half speed")
 
     # Checkpoints.
-    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps from one checkpoint to the next; unset: none")
+    checkpoint_every: int | None = Field(None, alias="LAB_CHECKPOINT_EVERY", ge=1, le=MOST, description="steps between two checkpoints; unset: none")
     resume: str | None = Field(None, alias="LAB_RESUME", description="continue from a checkpoint: auto (LAB_RUN_ID's own, if there is one), a run id, or a path")
 
     # Injected faults, and the checks that look for them.
-    faults: str | None = Field(None, alias="LAB_FAULTS", description="what is to go wrong, and when: kill:rank2@step5, pause:rank1:1s@4s, ..., separated by commas; a rank that is left out LAB_SEED draws")
-    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps from one audit of replicated tensors to the next: a weight or gradient that differs is named by rank; unset: none")
+    faults: str | None = Field(None, alias="LAB_FAULTS", description="faults to inject, and when, separated by commas: kill:rank2@step5, pause:rank1:1s@4s, ...; LAB_SEED draws the rank of an entry without one")
+    audit_every: int | None = Field(None, alias="LAB_AUDIT_EVERY", ge=1, le=MOST, description="steps between two audits, which compare replicated weights and gradients and name the rank that differs; unset: none")
 
     # Where its files go.
     runs_dir: Path = Field(Path("runs"), alias="LAB_RUNS_DIR", description="folder of all runs")
     run_id: Annotated[str, AfterValidator(settings.run_name)] | None = Field(None, alias="LAB_RUN_ID", description="name of this run; unset: mode and time")
 
     # Output during the run.
-    log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="what ranks print; quiet: the verdict alone, full: every table and check on rank 0 too")
+    log: Literal["quiet", "normal", "full"] = Field("normal", alias="LAB_LOG", description="how much ranks print; quiet: only the verdict, full: also every table and check, on rank 0")
 
     # Limits.
     join_timeout_s: float = Field(60, alias="LAB_JOIN_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds to wait for all ranks to arrive")
-    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds of silence after which a rank is lost")
+    lost_after_s: float = Field(2.5, alias="LAB_LOST_AFTER_S", ge=1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds without a heartbeat after which a rank is lost")
     collective_timeout_s: float = Field(300, alias="LAB_COLLECTIVE_TIMEOUT_S", ge=0.1, le=MOST_SECONDS, allow_inf_nan=False, description="seconds that one collective may take")
     memory: str | None = Field(None, alias="LAB_MEMORY", pattern=r"(?i)^[0-9]{1,15}(b|[kmg]b?)?$", description="memory of one container, such as 900m; unset: no limit")
     # fmt: on
@@ -205,7 +205,7 @@ class Config(BaseSettings):
 
     @property
     def bucket_mib(self) -> float:
-        """Return the size of a gradient bucket; if unset, a lab model gets several, which makes overlap visible."""
+        """Return the size of a gradient bucket; by default mlp and gpt have several, so that their overlap shows."""
         if self.bucket is not None:
             return self.bucket
         numbers = {
@@ -226,8 +226,8 @@ class Config(BaseSettings):
 
     @property
     def gloo_on_gpus(self) -> bool:
-        """Return whether gloo connects ranks with tensors on GPUs: it sums and gathers those, but a send to a single
-        rank ends the process ("Bad address"), as does fully_shard over it."""
+        """Return whether gloo connects ranks with tensors on GPUs: all_reduce and all_gather work, but a send to one rank
+        ends the process ("Bad address"), and so does fully_shard."""
         return self.device == "cuda" and self.backend == "gloo" and self.world_size > 1
 
     @property
@@ -270,7 +270,7 @@ def _contradictions(config: Config) -> list[str]:
         refusals.append(f"RANK={config.rank} is outside of WORLD_SIZE={config.world_size}, allowed: 0 to {last}")
     if config.rank is None and config.master_addr is not None:
         refusals.append(
-            f"MASTER_ADDR={quoted(config.master_addr)} is set and RANK is not: set both to be a rank, neither to start all"
+            f"MASTER_ADDR={quoted(config.master_addr)} is set and RANK is not: set both for one rank, or neither to start all"
         )
     if config.rank is not None and config.master_addr is None:
         refusals.append(f"RANK={config.rank} is set and MASTER_ADDR is not: set it to the host of rank 0")
@@ -281,9 +281,9 @@ def _contradictions(config: Config) -> list[str]:
         )
     refusals += planned.misfits(config.planned_faults, config.world_size, config.steps)
     if config.backend == "nccl" and config.device == "cpu" and "device" in config.model_fields_set:
-        refusals.append("LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone")
+        refusals.append("LAB_BACKEND=nccl works only with LAB_DEVICE=cuda")
     if config.backend == "tcp" and config.device == "cuda":
-        refusals.append("LAB_BACKEND=tcp works on LAB_DEVICE=cpu alone: it sends from the memory of tensors")
+        refusals.append("LAB_BACKEND=tcp works only with LAB_DEVICE=cpu: it sends from the memory of tensors")
     if config.slow_rank is not None and (config.device == "cuda" or config.backend == "nccl"):
         refusals.append(
             f"LAB_SLOW_RANK={config.slow_rank!r} slows a rank by its CPU time, which a GPU does not use: it works only with"

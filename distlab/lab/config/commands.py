@@ -22,8 +22,8 @@ MORE_HELP = (
     " containers if a Docker engine answers."
 )
 RUN_HELP = [
-    "--quiet     the verdict alone: LAB_LOG=quiet",
-    "--json      run.json on the standard output, and what ranks say on the standard error",
+    "--quiet     print only the verdict, as LAB_LOG=quiet does",
+    "--json      print run.json on the standard output, and the ranks' lines on the standard error",
 ]
 
 
@@ -38,15 +38,15 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("distlab.cli.run", "start WORLD_SIZE ranks of a mode, prove and measure its variants", takes_settings=True),
-    "explain": Command("distlab.cli.explain", "the description of a mode without a run; with LAB_BUG what that bug breaks", takes_settings=True),
-    "check": Command("distlab.cli.check", "your own script on WORLD_SIZE ranks: why it hangs, or computes garbage"),
-    "prove": Command("distlab.cli.prove", "your own model or strategy: whether N ranks compute what one process does"),
-    "drill": Command("distlab.cli.drill", "your own training script: whether it survives a kill, and reads each sample once"),
-    "puzzle": Command("distlab.cli.puzzle", "strategies to write yourself, each judged on real ranks"),
-    "plan": Command("distlab.cli.plan", "every strategy for a model on paper, and which to take"),
+    "explain": Command("distlab.cli.explain", "print the description of a mode; with LAB_BUG what that bug breaks", takes_settings=True),
+    "check": Command("distlab.cli.check", "run your own script on WORLD_SIZE ranks, and explain hangs and wrong results"),
+    "prove": Command("distlab.cli.prove", "compare your own model or strategy on N ranks with one process"),
+    "drill": Command("distlab.cli.drill", "test whether your training script survives a kill and reads each sample once"),
+    "puzzle": Command("distlab.cli.puzzle", "write strategies yourself; each is judged on real ranks"),
+    "plan": Command("distlab.cli.plan", "compare all strategies for a model on paper, and recommend one"),
     "report": Command("distlab.cli.report", "judge a finished run again, compare two, or remove old ones"),
-    "checkpoint": Command("distlab.cli.checkpoint", "a checkpoint as one file that torch.load opens"),
-    "engine": Command("distlab.cli.engine", "the manifest of an engine for so many ranks: Kubernetes"),
+    "checkpoint": Command("distlab.cli.checkpoint", "export a checkpoint as one file that torch.load opens"),
+    "engine": Command("distlab.cli.engine", "print the manifest of an engine (Kubernetes) for a number of ranks"),
     "fit": Command("distlab.cli.fit", "the sizes of `make fit`, and its verdict", for_users=False),
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ def settings(words: Sequence[str], commands: Sequence[str] = ()) -> dict[str, st
             allowed = f"allowed: {', '.join(known)}, the path of a mode, or NAME=VALUE"
             faults.append(f"{word!r} is not {kinds}{suggest(word, known)}, {allowed}")
         elif "RUN_MODE" in found:
-            faults.append(f"{word!r} and RUN_MODE={found['RUN_MODE']!r} are two modes: a run has one")
+            faults.append(f"{word!r} and RUN_MODE={found['RUN_MODE']!r} are two modes: a run has only one")
         else:
             found["RUN_MODE"] = word
     if faults:
@@ -122,8 +122,8 @@ def help_lines(command: str | None = None) -> list[str]:
         *lines,
         f"modes       {', '.join(modes())}, or the path of one such as mine/mode.py",
         (
-            "settings    are variables, as words or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5; docs/variables.md"
-            " lists them"
+            "settings    are variables, as arguments or in the environment: dp WORLD_SIZE=3 LAB_STEPS=5;"
+            " docs/variables.md lists them"
         ),
         f"exit codes  {EXIT_CODES}",
     ]

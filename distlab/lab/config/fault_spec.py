@@ -1,9 +1,9 @@
 """Parse LAB_FAULTS, the faults to inject and their times, into plain data.
 
     kill:rank2@step5             rank 2 is killed as step 5 begins
-    pause:rank1:1s@4s            rank 1 stands still for a second, 4 s after the ranks begin
+    pause:rank1:1s@4s            rank 1 is stopped for a second, 4 s after the ranks begin
 
-An entry is a kind, its arguments between colons in any order, and a moment; LAB_SEED draws a rank that is left out
+An entry is a kind, its arguments between colons in any order, and a time; LAB_SEED draws a missing rank
 (`planned` below). This module injects nothing: distlab/lab/rank/fault_injection.py does.
 """
 
@@ -30,8 +30,8 @@ NEEDS = {"slow_link": "10mbit", "slow_rank": "0.5"}  # one example each
 EXAMPLES = {"duration": "500ms or 3s", "way": "in or out", "rate": "10mbit", "share": "0.5"}
 AT_STEPS = ("full_disk",)  # these come at a step only, not at a second
 GONE = {
-    "flip": "flips no bit any more: LAB_AUDIT_EVERY=1 with a LAB_BUG such as no_broadcast shows an audit that fails",
-    "corrupt_checkpoint": "damages no checkpoint any more: change a byte of one of its files, and set LAB_RESUME",
+    "flip": "was removed: LAB_AUDIT_EVERY=1 with a LAB_BUG such as no_broadcast shows an audit that fails",
+    "corrupt_checkpoint": "was removed: change a byte in a file of a checkpoint yourself, and set LAB_RESUME",
 }
 
 
@@ -55,7 +55,7 @@ class FaultSpec:
         """Return the event as text: `kill rank 2 at step 5`."""
         verb = {"slow_rank": "slow", "slow_link": "slow the link of", "full_disk": "fill the disk of"}
         words = [verb.get(self.kind, self.kind), f"rank {self.rank}", self.rate and f"to {self.rate}"]
-        words.append({"in": "from what it hears", "out": "from those who hear it"}.get(self.way, ""))
+        words.append({"in": "(incoming messages)", "out": "(outgoing messages)"}.get(self.way, ""))
         words.append(f"to {self.share:g} of its speed" if self.share is not None else "")
         words.append(f"for {self.duration_s:g} s" if self.duration_s is not None else "")
         words.append(f"at step {self.step}" if self.step is not None else f"after {self.at_s:.1f} s")
@@ -79,22 +79,22 @@ def _entry(text: str) -> FaultSpec:
     if kind in GONE:
         raise ValueError(GONE[kind])
     if kind not in KINDS:
-        raise ValueError(f"is no kind of fault{settings.suggest(kind, list(KINDS))}, allowed: {', '.join(KINDS)}")
+        raise ValueError(f"is not a kind of fault{settings.suggest(kind, list(KINDS))}, allowed: {', '.join(KINDS)}")
     found: dict[str, Any] = {}
     for part in parts:
         key, value = _part(part, kind)
         if key in found:
-            raise ValueError(f"says its {key.removesuffix('_s')} twice")
+            raise ValueError(f"has more than one {key.removesuffix('_s')}")
         found[key] = value
     if kind in NEEDS and not found.keys() & {"rate", "share"}:
-        raise ValueError(f"does not say which: expected {NEEDS[kind]}, between colons")
+        raise ValueError(f"needs a value between colons, such as {NEEDS[kind]}")
     if not at:
-        raise ValueError("needs one moment: @step5 or @12s")
+        raise ValueError("needs a time: @step5 or @12s")
     found |= _moment(moment)
     if kind in AT_STEPS and "step" not in found:
-        raise ValueError("comes as a step begins, allowed: @step5")
+        raise ValueError("can only occur at the start of a step: use @step5")
     if found.get("way") == "out" and "duration_s" in found:
-        raise ValueError("cannot end: a cut of one way out lasts, leave its duration out")
+        raise ValueError("cannot end: a cut of outgoing messages has no duration, leave it out")
     if kind == "pause":
         found.setdefault("duration_s", PAUSE_S)
     return FaultSpec(text, kind, **found)
@@ -105,7 +105,7 @@ def _part(part: str, kind: str) -> tuple[str, Any]:
     if re.fullmatch(r"rank[0-9]{1,9}", part):
         return "rank", int(part.removeprefix("rank"))
     if part.startswith("1/"):
-        raise ValueError(f"comes again and again no more ({part}), allowed: one moment, @step5 or @12s")
+        raise ValueError(f"can no longer repeat ({part}): use one time, @step5 or @12s")
     if SECONDS.fullmatch(part) and "duration" in allowed:
         return "duration_s", _seconds(part)
     if "way" in allowed and part in WAYS:
@@ -116,7 +116,7 @@ def _part(part: str, kind: str) -> tuple[str, Any]:
         return "rate", settings.rate(part)
     if "share" in allowed and re.fullmatch(NUMBER, part) and 0 < float(part) < 1:
         return "share", float(part)
-    raise ValueError(f"says {part!r}, allowed: {', '.join(['rank0', *(EXAMPLES[each] for each in allowed)])}")
+    raise ValueError(f"has argument {part!r}, allowed: {', '.join(['rank0', *(EXAMPLES[each] for each in allowed)])}")
 
 
 def _moment(moment: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _moment(moment: str) -> dict[str, Any]:
 def _seconds(text: str) -> float:
     found = SECONDS.fullmatch(text)
     if found is None or not float(found[1]):
-        raise ValueError(f"says {text!r}, which is no moment and no time: expected step5, 500ms, 3s, 2m or 1h")
+        raise ValueError(f"has {text!r}, which is no time: expected step5, 500ms, 3s, 2m or 1h")
     return float(found[1]) * UNITS[found[2]]
 
 
@@ -141,7 +141,7 @@ def misfits(entries: Sequence[FaultSpec], world_size: int, steps: int) -> list[s
         elif each.step is not None and each.step >= steps:
             wrong.append(f"comes after the last step, allowed: step0 to step{steps - 1}")
         elif each.kind in ("cut", "slow_link") and world_size == 1:
-            wrong.append("needs two ranks that talk to each other")
+            wrong.append("needs at least two ranks")
         else:
             continue
         wrong[-1] = f"LAB_FAULTS={quoted(each.text)} {wrong[-1]}"

@@ -14,27 +14,27 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-MOST_NAME_BYTES = 200  # of 255 that a file system allows: drafts add a prefix and a suffix
+MOST_NAME_BYTES = 200  # of the 255 that a file system allows: drafts add a prefix and a suffix
 MOST_HOST_LETTERS = 253  # RFC 1035, section 2.3.4
 MODELS = ("line", "mlp", "gpt")
-# Old variables and commands, and their replacements; `./run` reads these lines too.
+# Old variables and commands, with their replacements; `./run` reads these lines too.
 GONE = {
-    "LAB_LIVE": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
-    "LAB_LIVE_PORT": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
-    "LAB_TRACE": "no step is profiled any more: report.html draws when each rank did what, and hands it to Perfetto",
-    "LAB_CHECKPOINT_KEEP": "the two newest checkpoints are kept: copy the folder of another one that is to stay",
-    "LAB_CHECKPOINT_ASYNC": "a checkpoint is written before the training goes on; LAB_CHECKPOINT_EVERY says how often",
-    "LAB_THREADS": "set OMP_NUM_THREADS, which PyTorch reads too: a rank computes with one thread where it is unset",
-    "LAB_CPUS": "write cpus into a Compose file of your own, or slow one rank by LAB_SLOW_RANK",
+    "LAB_LIVE": "the live page was removed: see a rank's log in the run's folder, and its report.html at the end",
+    "LAB_LIVE_PORT": "the live page was removed: see a rank's log in the run's folder, and its report.html at the end",
+    "LAB_TRACE": "steps are no longer profiled: report.html draws what each rank did when, and exports it for Perfetto",
+    "LAB_CHECKPOINT_KEEP": "the two newest checkpoints are kept: copy the folder of any other that you want to keep",
+    "LAB_CHECKPOINT_ASYNC": "a checkpoint is written before training continues; LAB_CHECKPOINT_EVERY sets how often",
+    "LAB_THREADS": "set OMP_NUM_THREADS, which PyTorch reads too; if it is unset, a rank computes with one thread",
+    "LAB_CPUS": "set cpus in your own Compose file, or slow one rank with LAB_SLOW_RANK",
     "LAB_CHUNKS": "a rank holds 2 stages in the interleaved schedules: set LAB_DEPTH for longer ones",
-    "LAB_ROUTER_Z": "the router's z-loss weighs 0.001: LAB_BALANCE says what keeps experts busy alike",
-    "live": "the live page is gone: read each rank's log in the run's folder, and its report.html at the end",
-    "LAB_OFFLOAD": "shards stay where the model computes: more ranks (WORLD_SIZE) hold less each",
+    "LAB_ROUTER_Z": "the router's z-loss has the fixed weight 0.001; LAB_BALANCE sets how the experts are balanced",
+    "live": "the live page was removed: read each rank's log in the run's folder, and its report.html at the end",
+    "LAB_OFFLOAD": "shards stay on the model's device: with more ranks (WORLD_SIZE) each stores less",
     "clean": "distlab report --clean DAYS lists the runs older than DAYS days, and asks before it removes them",
-    "completion": "no shell is taught them: distlab --help lists commands and modes, docs/variables.md all variables",
-    "config": "docs/variables.md has all variables, and a run refuses those that cannot be run before it starts",
+    "completion": "there is none any more: distlab --help lists commands and modes, docs/variables.md all variables",
+    "config": "docs/variables.md lists all variables, and a run refuses invalid values before it starts",
     "lesson": "its exercises are distlab puzzle 21, 22 and 23, and its demonstrations the scripts of docs/examples/",
-    "reveal": "no bug is hidden any more: the log and the report name it, and distlab report RUN prints it again",
+    "reveal": "bugs are no longer hidden: the log and the report name them, and distlab report RUN prints them again",
 }
 MIN_KEY = 16  # characters: a key that can be guessed is useless
 MOST_KEY_BYTES = 2**16
@@ -78,7 +78,7 @@ def fault_of(check: Callable[[str], object], value: str) -> str:
 def known_mode(value: str) -> str:
     if is_path(value):
         if not _is_file(value):
-            raise ValueError("is not there: expected a Python file, or a folder with __init__.py in it")
+            raise ValueError("does not exist: expected a Python file, or a folder with __init__.py in it")
         return run_name_of(value)
     if value not in modes():
         known = f"allowed: {', '.join(modes())}, or the path of a mode such as mine/mode.py"
@@ -94,7 +94,7 @@ def known_model(value: str) -> str:
             known = f"is not one of {', '.join(MODELS)}{suggest(value, MODELS)}"
             raise ValueError(f"{known}, nor FILE:name such as mine/model.py:model")
     elif not name.isidentifier() or not Path(file).is_file():
-        raise ValueError("is not there: expected FILE:name, a function of a Python file such as mine/model.py:model")
+        raise ValueError("does not exist: expected FILE:name, a function in a Python file such as mine/model.py:model")
     return value
 
 
@@ -109,7 +109,7 @@ def run_name_of(path: str) -> str:
     """Return the path itself, if its last part can name a run."""
     if not mode_name(path).isidentifier():
         raise ValueError(
-            f"is no name of a Python module: {mode_name(path)!r} has to be a word of letters, digits and '_'"
+            f"is not the name of a Python module: {mode_name(path)!r} may have only letters, digits and '_'"
         )
     if len(mode_name(path).encode()) > MOST_NAME_BYTES - len("-20260131-235959"):
         raise ValueError("has a name that is too long for the folder of a run")
@@ -156,7 +156,7 @@ def host_name(value: str) -> str:
 
 def key(value: SecretStr) -> SecretStr:
     if len(value.get_secret_value()) < MIN_KEY:
-        raise ValueError(f"is too short for a key: expected {MIN_KEY} characters and more")
+        raise ValueError(f"is too short for a key: expected at least {MIN_KEY} characters")
     return value
 
 
@@ -175,7 +175,7 @@ def key_file(value: Path) -> Path:
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     if len(words) < MIN_KEY:
-        raise ValueError(f"holds {len(words)} characters, too few for a key: expected {MIN_KEY} and more")
+        raise ValueError(f"has {len(words)} characters, too few for a key: expected at least {MIN_KEY}")
     return value
 
 
@@ -199,7 +199,7 @@ def slow_rank(value: str) -> str:
     if not (colon and re.fullmatch("[0-9]{1,9}", rank) and re.fullmatch(number, share)):
         raise ValueError("is not a rank and its share of speed, such as 2:0.5")
     if not 0 < float(share) <= 1:
-        raise ValueError("has a speed out of range: expected more than 0, up to 1")
+        raise ValueError("has a speed that is out of range: expected more than 0, up to 1")
     return value
 
 
@@ -233,7 +233,7 @@ def one_typo_from(name: str) -> set[str]:
 # Describe a fault in the text of a variable in one sentence: its name, its value, and what is allowed.
 
 SECRET = ("LAB_KEY",)
-MOST_SHOWN = 120  # letters of a value: more of a wrong one is useless
+MOST_SHOWN = 120  # characters of a wrong value
 
 
 def quoted(value: object) -> str:
@@ -281,7 +281,7 @@ def _range(field: Any) -> str:
     if "le" in bounds:
         return f"{bounds['ge']} to {bounds['le']}"
     if "ge" in bounds:
-        return f"{bounds['ge']} and more"
+        return f"at least {bounds['ge']}"
     return f"more than {bounds['gt']}" if "gt" in bounds else ""
 
 
@@ -315,7 +315,7 @@ class PipelineOptions(ModeOptions):
 
     sleep_ms: float = Field(
         0, alias="LAB_SLEEP_MS", ge=0, le=60_000, allow_inf_nan=False,
-        description="milliseconds of pretended compute of a microbatch forward through one rank, twice that backward",
+        description="milliseconds that a rank sleeps per microbatch forward, as pretended compute; twice that backward",
     )  # fmt: skip
 
     def untimed(self) -> Self:

@@ -1,6 +1,6 @@
 """Run a user's code in a lab process: its exits become exceptions, and before the watch starts it has a time limit.
 
-A file that ends by sys.exit(0) or os._exit(0) would otherwise end its rank as if all checks had run.
+Otherwise a file that calls sys.exit(0) or os._exit(0) would end its rank as if all checks had passed.
 """
 
 import os
@@ -20,7 +20,7 @@ ENDINGS = ("_exit", "abort", "execv", "execve")  # of os: those that end this pr
 LIBRARIES = ("<frozen", str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
-observed_processes = set[int]()  # processes
+observed_processes = set[int]()
 
 
 class Exited(BaseException):
@@ -54,7 +54,7 @@ def lines_of(frames: Iterable[FrameType]) -> list[tuple[str, int]]:
 
 
 def ended_by(call: str, place: str) -> Exited:
-    return Exited(f"ended the process by {call} at {place}, before its checks were made")
+    return Exited(f"ended the process by {call} at {place}, before its checks ran")
 
 
 def raise_exited(call: str, place: str) -> NoReturn:
@@ -63,7 +63,7 @@ def raise_exited(call: str, place: str) -> NoReturn:
 
 def observe_exits(report: Callable[[str, str], None]) -> None:
     """Call `report` with each call by which a user's code ends this process, and its line, before the end; if `report`
-    raises, the process goes on. Children that the code forks are exempt. Once per process."""
+    raises, the process continues. Forked children of the code are exempt. Takes effect once per process."""
     process = os.getpid()
     if process in observed_processes:
         return
@@ -103,7 +103,7 @@ def exits_raised() -> Iterator[None]:
         raise exited(error) from None
 
 
-# Before the watch starts, no rank notices that another ends or hangs in a user's code.
+# Before the watch starts, no rank notices if another one ends or hangs in a user's code.
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def bounded(bound_s: float, on_late: Callable[[str], None]) -> Iterator[None]:
             inside = takewhile(lambda frame: frame not in callers, stack_from(sys._current_frames().get(main)))
             if place := place_in(lines_of(inside)):
                 bound = f"{bound_s:g} s (LAB_JOIN_TIMEOUT_S)"
-                on_late(f"the file still stands at {place} after {bound}, before its ranks have begun")
+                on_late(f"the file still runs at {place} after {bound}, so its ranks cannot start")
                 return
 
     thread = threading.Thread(target=wait, name="bound", daemon=True)

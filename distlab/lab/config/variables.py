@@ -1,8 +1,8 @@
 """Print all variables as the Markdown table of docs/variables.md, and generate other text from them.
 
 python -m distlab.lab.config.variables              the table
-python -m distlab.lab.config.variables --check      whether the variables that are set can be run, for `./run`
-python -m distlab.lab.config.variables --write      the lines of docker-compose.yaml that pass them on to a rank
+python -m distlab.lab.config.variables --check      check the variables that are set, for `./run`
+python -m distlab.lab.config.variables --write      update the lines of docker-compose.yaml that pass them to a rank
 """
 
 import argparse
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     one = made.add_mutually_exclusive_group()
     one.add_argument(
-        "--check", action="store_true", help="say what is wrong with the variables that are set; 2 if anything"
+        "--check", action="store_true", help="print the faults of the variables that are set; exit code 2 if any"
     )
-    one.add_argument("--write", action="store_true", help="write docker-compose.yaml anew")
+    one.add_argument("--write", action="store_true", help="update docker-compose.yaml")
     options = made.parse_args(arguments)
     if options.check:
         return check()

@@ -2,10 +2,10 @@
 
     begin, end   a phase that a mechanism marks (forward, backward, wait, ...), its microbatch the label; and "layer",
                  the forward pass of one, its number the label
-    gradient     autograd hands over the gradient of a parameter, which the label names
-    back         autograd reaches the output of a layer, its number the label
+    gradient     autograd has computed the gradient of a parameter, which the label names
+    back         the backward pass reaches the output of a layer, its number the label
     call         a collective, a send or a receive begins, on these storages
-    held         the storage of weights is allocated or freed: its bytes from then on
+    held         the storage of weights was allocated or freed: its bytes from then on
 
 Overlap, a schedule and "a layer at a time" are claims about order, so they are checked here: a loaded machine changes
 every duration, but not the order. Events come from torch's hooks and dispatcher, except the phases, which the
@@ -50,9 +50,9 @@ class Event(NamedTuple):
 
 
 class Order:
-    """`events` of one step in their order; `layers` are this rank's, by their number in the model.
+    """The `events` of one step in order; `layers` are this rank's, by their number in the model.
 
-    A parameter's name is "<layer>.<name in it>", that of the first layer which has it.
+    A parameter's name is "<layer>.<name in the layer>"; a shared one has the name in its first layer.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
@@ -103,7 +103,7 @@ class Order:
                 hook.remove()
         named = self._parameters.items()
         self.gradients = {name: key_of(p.grad) for name, p in named if p.grad is not None}
-        self.layers, self._parameters = {}, {}  # the strategy is freed, its order stays
+        self.layers, self._parameters = {}, {}  # so that the strategy can be freed while its order is kept
 
     def _on_output(self, event: Event, _layer: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -126,7 +126,7 @@ class Order:
         ]
 
     def launches(self, *operations: str) -> dict[int, set[str]]:
-        """Return each sum's gradients by the position of its first call: those in the storage that it sends."""
+        """Return the gradients of each sum, by the position of its first call: those in the storage that it sends."""
         names_in: dict[int, set[str]] = {}
         for name, storage in self.gradients.items():
             names_in.setdefault(storage, set()).add(name)
@@ -241,9 +241,9 @@ class Messages:
             result = pass_on(keys & KEYS_BELOW, *args)
             if message is not None:
                 work = result[-1] if isinstance(result, tuple) else result
-                # A process group written in Python reports its calls only here, and which it runs now.
-                told = getattr(dist.ProcessGroup.unbox(args[shape.group]), "told", None)
-                handle = told or dist.Work.unbox(work)
+                # A process group that is written in Python has the work of its current call in this attribute.
+                latest = getattr(dist.ProcessGroup.unbox(args[shape.group]), "latest_work", None)
+                handle = latest or dist.Work.unbox(work)
                 if sample is not None and self._samples is not None:
                     self._samples.launched(sample, handle)
                 self._open.append((len(self.found), handle))

@@ -1,15 +1,15 @@
 """The memory ledger: a variant's memory on this rank, by class, at rest and over a step.
 
     with MemoryLedger(device) as memory:
-        strategy = ...                        # made, and warm
+        strategy = ...                        # made, with its warm-up steps done
         with memory.step():
             strategy.backward(batch)
             strategy.update()
     memory.rest, memory.peak, memory.history(), memory.line()
 
 At rest is after the update, before the next step: gradients are still alive, the batch and saved activations are not.
-Bytes alive before the block, such as a data set, belong to no class. Classes are assigned afterwards
-(below): a storage that becomes a gradient counts as one from its allocation.
+Bytes alive before the block, such as a data set, belong to no class. Classes are assigned afterwards (see below): a
+storage that becomes a gradient counts as one from its allocation.
 
 The system counts the same memory: `compared_with_system` compares both.
 """
@@ -29,19 +29,19 @@ from torch import Tensor, nn
 from distlab.lab.measure.event_order import Order
 from distlab.lab.measure.storages import BEFORE, COMMUNICATION, Life, Storages, alive, label_before
 
-# Purposes: what a storage is for, found without help of its strategy.
+# The purpose of a storage, found without the help of the strategy.
 #
 #     parameters      the memory behind every nn.Parameter alive
 #     optimizer       state of a torch.optim.Optimizer, and master weights: the lab's models have one
 #                     dtype, so a parameter of higher precision than another is its master
-#     gradients       every `.grad`, and what autograd produces for a parameter: ZeRO-2 consumes it at once
+#     gradients       every `.grad`, and each gradient from autograd, because ZeRO-2 consumes it immediately
 #     communication   arguments of a collective, a send or a receive
 #     activations     all else: tensors that autograd saves for the backward pass, the batch, results of
 #                     operations
 #
-# Of several purposes the first counts: parameters, optimizer, gradients, saved activations, communication. So a
-# bucket with gradients as views is a gradient although it is summed over the ranks, and a gathered weight is a
-# parameter.
+# If a storage has several purposes, the first of these counts: parameters, optimizer, gradients, saved activations,
+# communication. So a bucket with gradients as views counts as gradients although it is sent, and a gathered weight
+# counts as a parameter.
 
 # In the order of the chart, from the bottom up.
 CLASSES = ("parameters", "gradients", "optimizer", "activations", COMMUNICATION)
@@ -74,7 +74,7 @@ class Owners:
             self._storages.add(tensor, label)
 
     def wait_until_freed(self) -> None:
-        """Wait until messages without owner are freed: gloo's thread keeps one slightly longer than its call."""
+        """Wait until messages without an owner are freed: gloo's thread keeps them slightly longer than the call."""
         self._storages.wait_until_freed([tensor for tensor, _ in self._held()])
 
     def _held(self) -> Iterator[tuple[Tensor, str]]:
@@ -185,7 +185,7 @@ class MemoryLedger:
         for moment, held in history:
             now = min(int((moment - self._began) / self.step_s * points), points - 1)
             for between in range(part + 1, now + 1):
-                highest[between] = last  # it begins with what the part before ended with
+                highest[between] = last  # a part without changes has the bytes at the end of the part before
             part, last = now, held
             highest[part] = max(highest[part], held, key=total)
         return {name: [held[name] for held in highest] for name in CLASSES}
@@ -225,18 +225,18 @@ def total(held: ByClass) -> int:
 
 # --- the same memory as the system counts it ---
 #
-# The process's resident pages and the container's hold more than tensors (code touched for the first time, gloo's
-# and Python's buffers) and whole pages, so what counts is their growth since before the strategy was made. What malloc
-# keeps of freed memory is given back before each look, where the C library can do that. The peak is the kernel's
-# high-water mark, which starts anew where the kernel lets us. A container that several ranks share counts all of them;
-# its page cache that the kernel would give back first is not counted, as `docker stats` does not count it.
+# The resident pages of the process and of the container contain more than tensors: code that ran for the first time,
+# and buffers of gloo and Python. So we measure their growth since before the strategy was made. Freed memory that
+# malloc keeps is first returned to the kernel, if the C library can do that. The peak is the kernel's high-water mark,
+# which we reset if the kernel allows it. A container with several ranks counts all of them, without the page cache that
+# the kernel would reclaim first, like `docker stats`.
 #
-# A model of 10M parameters with AdamW stands as 163.8 MB of tensors and as 164.2 MB of pages, at the peak 245.8 and
-# 246.2. In a small run the first variant comes out 2 to 4 MB higher, for the code that nobody had run before it (76 MB
-# where that is PyTorch's DTensor), and every peak 2 to 10 MB, for what kernels and gloo take beside tensors.
+# A model of 10M parameters with AdamW is 163.8 MB of tensors and 164.2 MB of pages, at the peak 245.8 and 246.2 MB. In
+# a small run the first variant is 2 to 4 MB higher, because its code runs for the first time (76 MB for PyTorch's
+# DTensor), and every peak is 2 to 10 MB higher, because of buffers of kernels and gloo.
 
 CGROUP = Path("/sys/fs/cgroup")
-UNLIMITED_BYTES = 1 << 50  # v1 writes a number near 2^63 where there is no limit
+UNLIMITED_BYTES = 1 << 50  # without a limit v1 reports a number near 2^63
 
 
 class ContainerMemory:
@@ -289,7 +289,7 @@ PROCESS = Path("/proc/self")
 class Process:
     """Growth of the process and its container: `rest` and `peak` in bytes by source, empty if unknown."""
 
-    most_bytes = None  # since `begin`: only an allocator knows
+    most_bytes = None  # since `begin`: only an allocator reports it
 
     def __init__(self, container: ContainerMemory) -> None:
         self.rest: dict[str, int] = {}
@@ -303,7 +303,7 @@ class Process:
     def begin_step(self) -> None:
         """Reset the peak."""
         trim_heap()
-        with suppress(OSError):  # it may be forbidden: then the mark is older and not used
+        with suppress(OSError):  # if it is forbidden, the mark is older, and no peak is reported
             (PROCESS / "clear_refs").write_text("5")
             self.peak = {"process": 0}
 
@@ -319,7 +319,7 @@ class Process:
         trim_heap()
         used = {"process": _status_bytes("VmRSS")} if PROCESS.exists() else {}
         container = self._container.kept_bytes()
-        if container is None or self._container.limit_bytes is None:  # with no limit it may well be the whole machine
+        if container is None or self._container.limit_bytes is None:  # without a limit it may be the whole machine
             return used
         return used | {"container": container}
 

@@ -7,15 +7,15 @@ against them, and `distlab plan` adds them up for models too large for a laptop.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PYTORCHS = "PyTorch's own, which ours stand beside"
+PYTORCHS = "PyTorch's own variant, for comparison"
 
 
 @dataclass(frozen=True)
 class Prediction:
     """A variant's expected measurement per step: a value per rank, in `unit`, by `formula`, in `calls` calls per rank.
 
-    `messages` are those that each rank sends, or receives where these are more
-    (distlab/techniques/collectives/costs.py); left out, each call counts as one of gloo's short all_reduces.
+    `messages` is the number that each rank sends, or receives if that is larger
+    (distlab/techniques/collectives/costs.py); by default each call counts as one of gloo's short all_reduces.
     """
 
     variant: str
@@ -24,7 +24,7 @@ class Prediction:
     formula: str
     value: tuple[float, ...]
     calls: int
-    shown: str = ""  # why it is informational; empty if it decides
+    shown: str = ""  # why it is informational; empty if it is a check
     messages: tuple[float, ...] = ()
 
     def messages_of(self, rank: int) -> float:

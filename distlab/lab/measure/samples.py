@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from distlab.lab.measure.traffic import tensors_in
 
-SHOWN = 3  # numbers of a sample
-FAINT = 1e-3  # of the largest number: smaller ones would be printed as zeros
+SHOWN = 3  # numbers in a sample
+FAINT = 1e-3  # of the largest number; smaller ones would be printed as zeros
 
 # The position of the input in a c10d operation's arguments, if it is not also the output, the first one.
 BACKWARD = ("backward", "input", "weight")
@@ -56,14 +56,14 @@ class Sample:
     inside: str  # the module in whose forward or backward pass it was made: "1.attention", empty outside of any
     backward: bool
     shape: tuple[int, ...]  # of the first input
-    given: "Copies"  # inputs
+    inputs: "Copies"
     results: list[Tensor]  # outputs, until they are copied
     ranks: tuple[int, ...]  # of the group; of a send or receive its source and destination
     tag: int
     label: str  # of the phase around it
     start_s: float  # of `time.perf_counter`
-    taken: "Copies | None" = None  # outputs
-    left: Tensor | None = None  # the part that was not sent
+    outputs: "Copies | None" = None
+    kept: Tensor | None = None  # the part that was not sent
     calls: list[int] = field(default_factory=list)  # its messages, by their number in the step
     wait_s: tuple[float, float] | None = None  # of `time.perf_counter`
     turn: int = 0  # its number among the step's events
@@ -120,7 +120,7 @@ class Samples:
 
     def _leave(self, path: str, output: Any) -> None:
         self._turn += 1
-        while self._stack and self._stack.pop() != path:  # those left by an exception ran no hook
+        while self._stack and self._stack.pop() != path:  # modules that an exception left ran no hook
             pass
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self._on_backward(path))
@@ -141,33 +141,33 @@ class Samples:
             self._by_hand[-1].calls.append(number)
             return None
         op = message.op
-        given = list(tensors_in(args[1] if op in SEPARATE_INPUT else args[0])) if op != "recv" else []
-        sample = self._sample(op, given, [] if op == "send" else list(tensors_in(args[0])), message.ranks, message.tag)
+        inputs = list(tensors_in(args[1] if op in SEPARATE_INPUT else args[0])) if op != "recv" else []
+        sample = self._sample(op, inputs, [] if op == "send" else list(tensors_in(args[0])), message.ranks, message.tag)
         sample.calls.append(number)
         return sample
 
     def _sample(
-        self, op: str, given: Sequence[Tensor], results: list[Tensor], ranks: tuple[int, ...], tag: int = 0
+        self, op: str, inputs: Sequence[Tensor], results: list[Tensor], ranks: tuple[int, ...], tag: int = 0
     ) -> Sample:
         backward = any(each.split()[0] in BACKWARD for each in self.phases)
         inside = self._stack[-1] if self._stack else self._backward_module if backward else ""
-        shape = tuple((given or results)[0].shape) if given or results else ()
+        shape = tuple((inputs or results)[0].shape) if inputs or results else ()
         label = self.phases[-1].partition(" ")[2] if self.phases else ""
         sample = Sample(
-            op, inside, backward, shape, self._copied(given), results, ranks, tag, label, time.perf_counter()
+            op, inside, backward, shape, self._copied(inputs), results, ranks, tag, label, time.perf_counter()
         )
         self.found.append(sample)
         self._turn = sample.turn = self._turn + 1
         return sample
 
     def by_hand(
-        self, op: str, ranks: Sequence[int], given: Tensor, result: Tensor, steps: Generator[Any, None, None],
-        left: Tensor | None = None,
+        self, op: str, ranks: Sequence[int], inputs: Tensor, result: Tensor, steps: Generator[Any, None, None],
+        kept: Tensor | None = None,
     ) -> Generator[Any, None, None]:  # fmt: skip
-        """Run the `steps` of a hand-written collective, which owns the sends between them. `left` is what this
+        """Run the `steps` of a hand-written collective, which owns the sends between them. `kept` is what this
         rank does not send."""
-        sample = self._sample(op, [given], [result], tuple(ranks))
-        sample.left = None if left is None else left.detach().reshape(-1).clone()
+        sample = self._sample(op, [inputs], [result], tuple(ranks))
+        sample.kept = None if kept is None else kept.detach().reshape(-1).clone()
         begun = False
         while True:
             if begun and sample.wait_s is None:
@@ -207,7 +207,7 @@ class Samples:
         self._turn += 1
 
     def _copy_outputs(self, sample: Sample) -> None:
-        sample.taken, sample.results = self._copied(sample.results), []
+        sample.outputs, sample.results = self._copied(sample.results), []
 
     def _copied(self, tensors: Sequence[Tensor]) -> Copies:
         nbytes = sum(each.numel() * each.element_size() for each in tensors)

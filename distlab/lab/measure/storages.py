@@ -1,18 +1,18 @@
 """Track the memory of tensors from allocation until it is freed, and what autograd saves.
 
-On the CPU no allocator counts, so a dispatch mode does (`Storages`): it sees every storage that an operation takes
-or returns, once for all its views, and a weak reference reports when it is freed. Storages grow and shrink too
-(fully_shard frees its parameters with `resize_(0)`), so UntypedStorage.resize_ is wrapped meanwhile. What a kernel
-allocates and frees inside one operation stays unseen. Each storage leaves a `Life`: its sizes over time, and
-its labels. What a storage was for is often known only later (a gradient is one when autograd
-hands it over), so the lives are read at the end.
+On the CPU no allocator counts bytes, so a dispatch mode does (`Storages`): it sees every storage in the arguments and
+results of an operation, once for all its views, and a weak reference reports when it is freed. Storages also grow and
+shrink (fully_shard frees its parameters with `resize_(0)`), so UntypedStorage.resize_ is wrapped meanwhile. Memory that
+a kernel allocates and frees inside one operation is not seen. Each storage has a `Life`: its sizes over time, and its
+labels. The purpose of a storage is often known only later (a gradient is one when autograd returns it), so the lives
+are read at the end.
 
-Activations are the bytes that autograd holds for the backward pass (`SavedActivations`): every tensor that an operation
-saves passes through a hook, which counts its storage until the last reference of the graph to it is gone. So one that
-several operations save counts once, a view as the storage that it keeps alive, and weights not at all, since they stay
-anyway. It is what a pipeline's schedule bounds and what sequence parallelism divides (Korthikanti et al. 2022, section
-4, counts the same). What torch.utils.checkpoint keeps would not be seen, for it catches these tensors by hooks of its
-own; what distlab/lab/workload/model.py keeps is saved by an operation, and so it is.
+Activations are the bytes that autograd keeps for the backward pass (`SavedActivations`): every tensor that an operation
+saves passes through a hook, which counts its storage until the graph's last reference to it is gone. A tensor that
+several operations save counts once, a view counts as its whole storage, and weights do not count. This is the memory
+that a pipeline's schedule bounds and that sequence parallelism divides (Korthikanti et al. 2022, section 4, counts the
+same). Tensors kept by torch.utils.checkpoint would not be seen, because it has its own hooks; tensors kept by
+distlab/lab/workload/model.py are seen, because an operation saves them.
 """
 
 import gc
@@ -31,13 +31,13 @@ from distlab.lab.measure.event_order import Order, key_of, storage_of
 from distlab.lab.measure.traffic import DispatchMode
 
 COMMUNICATION = "communication"  # the label of arguments of a collective, a send or a receive
-FREED_WITHIN_S = 0.05  # of three ranks on two cores the longest took 4 ms
+FREED_WITHIN_S = 0.05  # with three ranks on two cores at most 4 ms were needed
 
 
 @dataclass(slots=True)
 class Life:
-    """A storage: (time_s, bytes from then on) for every change, the last of 0 bytes if it died, its labels, and when an
-    operation last met it."""
+    """A storage: (time_s, bytes from then on) for every change, the last with 0 bytes if it was freed; its labels; and
+    when an operation last used it."""
 
     sizes: list[tuple[float, int]] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
@@ -49,8 +49,8 @@ class Life:
 
 
 class Storages(DispatchMode):
-    """The storages on one kind of device: `lives` so far, `live_bytes` now, `peak_bytes` at most; a `listener` hears of
-    calls and of storages that grow or shrink."""
+    """The storages on one kind of device: `lives` so far, `live_bytes` now, and `peak_bytes`; a `listener` is notified
+    of calls and of storages that grow or shrink."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Storages(DispatchMode):
         self.device_type = device_type
         self._live_bytes = 0
         self._thread = threading.get_ident()
-        self._freed: deque[tuple[int, float | None]] = deque()  # only noted: gloo's thread may be the one that lets go
+        self._freed: deque[tuple[int, float | None]] = deque()  # a queue, because gloo's thread may free a storage
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}  # by address of the storage
 
     def add(self, tensor: torch.Tensor, *labels: str) -> None:
@@ -92,18 +92,17 @@ class Storages(DispatchMode):
         return life
 
     def _freed_at(self) -> float | None:
-        """Return the time; None if another thread freed it, some time after the rank: then the storage ended at its
-        last use.
+        """Return the time; None if another thread freed it, later than the rank: then it counts until its last use.
 
-        With 10 busy processes beside 5 ranks a message of a sum counted in the peak of the next one in 1 of 8 runs.
+        With 10 busy processes next to 5 ranks, the message of a sum counted in the peak of the next one in 1 of 8 runs.
         """
         return time.perf_counter() if threading.get_ident() == self._thread else None
 
     def wait_until_freed(self, owned: Iterable[torch.Tensor]) -> None:
-        """Wait until calls' arguments are freed, except `owned` ones; what a strategy keeps takes FREED_WITHIN_S.
+        """Wait until the arguments of calls are freed, except `owned` ones; at most FREED_WITHIN_S.
 
-        A call returns before gloo's thread releases its tensors (one of six in a loop of all_reduces), and that
-        thread must first get the interpreter's lock.
+        A call returns before gloo's thread releases its tensors (one of six in a loop of all_reduces), and that thread
+        must first acquire the interpreter's lock.
         """
         kept = {plain.untyped_storage()._cdata for tensor in owned for plain in _plain(tensor)}
         until = time.perf_counter() + FREED_WITHIN_S
@@ -163,7 +162,7 @@ class Storages(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._record_freed()
-        del torch.UntypedStorage.resize_  # the wrapper: the method itself is the base class's
+        del torch.UntypedStorage.resize_  # only the wrapper: the method itself belongs to the base class
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -194,7 +193,7 @@ BEFORE = "before"  # the label of memory outside of steps
 
 def label_before(storages: Storages) -> list[Tensor]:
     """Label all live tensors and their gradients BEFORE, and return them."""
-    gc.collect()  # or garbage would count
+    gc.collect()  # else garbage would count
     found = list[Tensor](alive(Tensor))
     found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
     for tensor in found:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-ROUNDS = 16  # the best counts; more rarely find a shorter one
+ROUNDS = 16  # the shortest counts; more rounds rarely find a shorter one
 
-# Every kind of span, and its class. A call is communication; to wait for a message is waiting.
+# Every kind of span, and its class. A call is communication; a wait for a message is waiting.
 CLASSES = {
     "data": "data", "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "send": "communication",
@@ -53,14 +53,14 @@ def _ask(group: dist.ProcessGroup, rank: int, read: Callable[[], float]) -> None
     answer = _times(group)
     best = Clock(0.0, float("inf"))
     for _ in range(ROUNDS):
-        asked = read()
+        sent_at = read()
         dist.send(_times(group), group=group, group_dst=rank)
         dist.recv(answer, group=group, group_src=rank)
-        arrived, returned = answer.tolist()  # on CUDA this waits for the answer
-        answered = read()
-        half = ((answered - asked) - (returned - arrived)) / 2  # of the time on the way
+        question_at, answer_at = answer.tolist()  # on CUDA this waits for the answer
+        received_at = read()
+        half = ((received_at - sent_at) - (answer_at - question_at)) / 2  # of the time on the way
         if half < best.uncertainty_s:
-            best = Clock(((asked - arrived) + (answered - returned)) / 2, half)
+            best = Clock(((sent_at - question_at) + (received_at - answer_at)) / 2, half)
     dist.send(answer.copy_(torch.tensor(best, dtype=torch.float64)), group=group, group_dst=rank)
 
 
@@ -68,7 +68,7 @@ def _answer(group: dist.ProcessGroup, read: Callable[[], float]) -> Clock:
     message = _times(group)
     for _ in range(ROUNDS):
         dist.recv(message, group=group, group_src=0)
-        message.tolist()  # on CUDA the question is here only now
+        message.tolist()  # on CUDA this waits for the question
         message[0] = read()
         message[1] = read()
         dist.send(message, group=group, group_dst=0)
@@ -99,8 +99,8 @@ def profile(spans: Iterable[Span]) -> dict[str, float]:
 def bubble(spans_by_rank: Sequence[Iterable[Span]]) -> float | None:
     """Return the share of the ranks' time without compute, from the first forward to the last backward.
 
-    1 - sum(forward + backward) / (ranks x time), a backward as a whole or in parts; None where nobody computes. All on
-    one clock.
+    1 - sum(forward + backward) / (ranks x time), a backward as a whole or in parts; None if no rank computes. All
+    times are on one clock.
     """
     busy = [union(span for span in spans if CLASSES[span[0]] in ("forward", "backward")) for spans in spans_by_rank]
     starts, ends = [of[0][0] for of in busy if of], [of[-1][1] for of in busy if of]

@@ -2,8 +2,8 @@
 
 Two of the three sources of every byte count are here: called (`Calls`) and wire (`connections`); the third is the
 prediction (each technique's costs.py). Each rank counts what it sends itself. To name the rank at the other end of a
-connection, all ranks exchange the ends of theirs: so the names are right between containers, and between
-local ranks, which share one address. Row r of the matrix "who sent how much to whom" is rank r's `wire`.
+connection, all ranks exchange the ends of their connections: this works between containers, and between local ranks,
+which share one address. Row r of the traffic matrix, sender by receiver, is rank r's `wire`.
 """
 
 import ipaddress
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Barriers and receives send nothing of their own, and are not counted.
 #
 # A mode belongs to a thread: a call from a thread that the lesson started itself is not seen. On the CPU the backward
-# pass runs on the caller's thread; on CUDA autograd hands its threads the mode, as was seen on an H200.
+# pass runs on the caller's thread; on CUDA autograd passes the mode to its threads, as tested on an H200.
 
 # A kernel at BackendSelect sees every call just before its device's own kernel, whoever makes it, and passes it on
 # with the keys that are left (`KEYS_BELOW`).
@@ -165,7 +165,7 @@ def sent_bytes(op: str, nbytes: int, group_size: int) -> float:
     return 2 * others if op == "all_reduce" else others
 
 
-# Schema name of an all_to_all -> which argument is what this rank gives, and which the rows of it to each other one.
+# Schema name of an all_to_all -> the positions of its input, and of the number of input rows for each rank.
 ALL_TO_ALL_INPUTS = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
 
 
@@ -214,8 +214,8 @@ def nbytes_of(tensors: Any) -> int:
 # The wire: what this process's TCP sockets have sent, from the kernel's own counters (Linux socket diagnostics).
 #
 # One netlink dump (sock_diag(7), INET_DIAG_INFO) lists every TCP socket of the network namespace with its `tcp_info`;
-# those whose inode stands in /proc/self/fd are ours. No privilege is needed, in a container either. Spoken by hand:
-# pyroute2's DiagSocket answers the same, but costs each rank 0.15 s to import.
+# those whose inode is in /proc/self/fd belong to this process. No privilege is needed, also in a container. The
+# protocol is written out here because importing pyroute2, whose DiagSocket does the same, takes 0.15 s on each rank.
 
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLMSG_ERROR, NLMSG_DONE = 4, 20, 2, 3
 REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_ROOT | NLM_F_MATCH
@@ -296,8 +296,8 @@ def _decode(family: int, ends: list[bytes], body: memoryview) -> Connection:
     if len(info) < RETRANSMITTED + 8:
         raise OSError("tcpi_bytes_sent came with Linux 4.19")
     sent, retransmitted = struct.unpack_from("=QQ", info, SENT)
-    # tcpi_bytes_sent counts a segment when it leaves, and again when it leaves again. A rank may read this while its
-    # last bytes still wait in the send buffer: they belong to the step that wrote them.
+    # tcpi_bytes_sent counts a segment at each transmission, also at retransmissions. The last bytes may still wait in
+    # the send buffer when a rank reads this: they belong to the step that wrote them.
     (waiting,) = struct.unpack_from("=I", info, NOT_SENT)
     near, far = (
         (_address(family, raw), int.from_bytes(port, "big"))
@@ -424,9 +424,8 @@ class Ledger:
         if errors or isinstance(before, str) or isinstance(after, str):
             traffic.wire_error = errors[0]
             return
-        # Both ends together name a connection: the kernel gives two connections one local port if they lead to
-        # different places, and on a machine with some hundred of them it does. A rank that has left meanwhile (None)
-        # names none.
+        # Only both ends together identify a connection: the kernel may give two connections with different remote ends
+        # the same local port, and does so on a machine with hundreds of them. A rank that has left (None) has none.
         used = [(rank, tuple(near), tuple(far), sent) for rank, of in enumerate(ends) for near, far, sent in of or ()]
         owner = {(near, far): rank for rank, near, far, _ in used}
         unmatched_ends = [(rank, near, far) for rank, near, far, sent in used if sent and (far, near) not in owner]
@@ -443,8 +442,8 @@ class Ledger:
 def unmatched(rank: int, near: Endpoint, far: Endpoint) -> str:
     """Return why the receiving rank of some bytes is unknown."""
     return (
-        f"wire bytes are not known: rank {rank} has a connection from {near[0]}:{near[1]} to {far[0]}:{far[1]} of which"
-        " no rank has the other end, as where addresses are translated on the way or a proxy stands between"
+        f"wire bytes are not known: rank {rank} has a connection from {near[0]}:{near[1]} to {far[0]}:{far[1]}, of"
+        " which no rank has the other end: there may be address translation or a proxy in between"
     )
 
 

@@ -63,7 +63,7 @@ class LoggedStep:
     def _choose(self) -> None:
         pieces = {name: piece_of(tensor) for name, tensor in weights_of(self._strategy)}
         own = {name: piece for name, piece in pieces.items() if piece.boxes and len(piece.shape) >= MATRIX} or pieces
-        sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.given.stretches}
+        sums = {stretch.storage for each in self.samples.found if each.op in SUMS for stretch in each.inputs.stretches}
         parts = parts_of_storages(self._strategy)
         summed = {parameter_name(part.name) for storage in sums for part in parts.get(storage, ())}
         own = {name: piece for name, piece in own.items() if name in summed} or own
@@ -137,7 +137,7 @@ class Positions(NamedTuple):
 def positions_of(sample: Sample, parts: Parts, chosen: str, me: int) -> Positions:
     """Return the positions in a call on this rank, the `me`-th of its group; equal on all its ranks, except in a
     reduce_scatter."""
-    inputs, outputs = sample.given, sample.taken or Copies(None, [])
+    inputs, outputs = sample.inputs, sample.outputs or Copies(None, [])
     if sample.op == "all_to_all":
         return Positions()
     if sample.op == "all_gather":
@@ -172,12 +172,12 @@ def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
     size: a unit's reduced gradients are laid out as its gathered weights."""
     known: dict[tuple[str, int], Parts] = {}
     for sample in samples:
-        if sample.label and (parts := list(parts_in(sample.given.stretches, storages))):
-            known.setdefault((sample.label, length_of(sample.given)), parts)
+        if sample.label and (parts := list(parts_in(sample.inputs.stretches, storages))):
+            known.setdefault((sample.label, length_of(sample.inputs)), parts)
     found = []
     for sample in samples:
-        outputs = sample.taken or Copies(None, [])
-        source = sample.given if sample.op == "all_gather" else outputs if outputs.numbers is not None else sample.given
+        outputs = sample.outputs or Copies(None, [])
+        source = sample.inputs if sample.op == "all_gather" else outputs if outputs.numbers is not None else sample.inputs
         found.append(list(parts_in(source.stretches, storages)) or known.get((sample.label, length_of(source)), []))
     return found
 
@@ -232,9 +232,9 @@ def exchange_first_numbers(
     for sample, key, position in zip(samples, mine, positions, strict=True):
         requested = [position.input] * len(sample.ranks)
         if sample.op == "reduce_scatter":
-            chunk = length_of(sample.given) // len(sample.ranks)
+            chunk = length_of(sample.inputs) // len(sample.ranks)
             requested = [index * chunk + remote_starts[rank].get(key, -1) for index, rank in enumerate(sample.ranks)]
-        reported.append([number_at(sample.given, each) for each in requested])
+        reported.append([number_at(sample.inputs, each) for each in requested])
     numbered = list(zip(mine, reported, strict=True))
     numbers = [dict(each) for each in lab.exchange.everyone(f"numbers of the calls of {label}", numbered)]
     found = []
@@ -290,7 +290,7 @@ def write_numbers(
 
 
 def kept_numbers(sample: Sample, position: Positions) -> list[float]:
-    return [] if sample.left is None else list(numbers_from(sample.left, position.input))
+    return [] if sample.kept is None else list(numbers_from(sample.kept, position.input))
 
 
 def numbers_before_and_after(
@@ -298,9 +298,9 @@ def numbers_before_and_after(
 ) -> tuple[list[float], list[float], dict[int, float]]:  # fmt: skip
     """Return the numbers before and after; for an all_gather, after are each rank's inputs, for an all_to_all the parts
     sent to this rank."""
-    outputs, ranks = sample.taken or Copies(None, []), sample.ranks
+    outputs, ranks = sample.outputs or Copies(None, []), sample.ranks
     if sample.op == "all_gather":
-        return sample.given.at(position.input), [], of_ranks
+        return sample.inputs.at(position.input), [], of_ranks
     if sample.op == "all_to_all" and outputs.numbers is not None and len(outputs.stretches) == len(ranks):
         starts = [sum(each.numel for each in outputs.stretches[:index]) for index in range(len(ranks))]
         of_ranks = {
@@ -309,7 +309,7 @@ def numbers_before_and_after(
             if (value := number_at(outputs, place_of(outputs.numbers, start, stretch.numel))) is not None
             and stretch.numel
         }
-    return sample.given.at(position.input), outputs.at(position.output), of_ranks
+    return sample.inputs.at(position.input), outputs.at(position.output), of_ranks
 
 
 def weight_of(
@@ -320,9 +320,9 @@ def weight_of(
         return None
     after, position, gradient = logged.weight.reshape(-1), -1, list[float]()
     for sample, sampled, within in zip(samples, positions, parts, strict=True):
-        if sample.op in SUMS and sample.taken is not None and parameter_name(sampled.name) == logged.name:
+        if sample.op in SUMS and sample.outputs is not None and parameter_name(sampled.name) == logged.name:
             start = next(start for part, start in within if parameter_name(part.name) == logged.name)
-            position, gradient = sampled.output - start, sample.taken.at(sampled.output)
+            position, gradient = sampled.output - start, sample.outputs.at(sampled.output)
     if position < 0:
         position = place_of(after)
     return records.WeightSample(

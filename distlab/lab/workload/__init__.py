@@ -1,1 +1,1 @@
-"""What is trained: models, data, optimizer, and the same steps in one process, dense."""
+"""The workload: models, data and optimizer, and the same training steps in a single process."""

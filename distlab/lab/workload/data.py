@@ -1,9 +1,10 @@
-"""The global batch of a step, and each shard's part of it: a function of (seed, step, shard), with no state.
+"""The global batch of a step, and each shard's part of it: a function of (seed, step, shard), without state.
 
-An epoch is a permutation of the samples, drawn from (seed, epoch). Step s takes the next LAB_BATCH of them, and the
-shards divide these among themselves, disjoint and complete, in runs that need not be of one length. What a shard
-gets is weighed by `share`, one over the loss terms of the whole global batch: sums weighed so add up to the mean over
-the batch, however unevenly it was dealt. Means of shards would not (a shard of 6 beside one of 8 counts 8/6).
+An epoch is a permutation of the samples, drawn from (seed, epoch). Step s uses the next LAB_BATCH samples, which are
+split into one contiguous part per shard; parts may differ in length. Each loss term of a shard has the weight `share`,
+1 / (loss terms of the global batch), so that the shards' weighted sums add up to the mean over the batch, however
+uneven the shards are. A mean of the shards' means would be wrong: samples in a shard of 6 would count 8/6 of those in a
+shard of 8.
 """
 
 import hashlib
@@ -24,20 +25,20 @@ from distlab.lab.config.settings import quoted
 from distlab.lab.workload import user_model
 from distlab.lab.workload.user_model import reads_text
 
-# The text that gpt reads is by default the sources of Python's standard library; LAB_TEXT names a file or a folder
-# instead. Files are read in sorted order and cut at `MAX_BYTES`, so that every rank sees the same bytes in well under
-# 0.3 s. Regular files alone are read: a pipe or a device waits, never ends, or gives each rank another text.
+# By default gpt is trained on the source of Python's standard library; LAB_TEXT names another file or folder. Files are
+# read in sorted order up to `MAX_BYTES`, so that every rank reads the same bytes in well under 0.3 s. Only regular
+# files are read: a pipe or a device may block, never end, or give each rank different text.
 
 MAX_BYTES = 4 * 2**20  # 20 steps of 16 samples of 64 bytes read 20 KiB: more text only costs time
-MAX_ENTRIES = 20_000  # of a folder, until MAX_BYTES are read: a tree without end is said, and not walked
+MAX_ENTRIES = 20_000  # of a folder, until MAX_BYTES are read: a larger tree is refused
 
 
 class NoText(Exception):
-    """What LAB_TEXT names cannot be read; the sentence goes on after its value."""
+    """Raised if LAB_TEXT cannot be read; the message continues the sentence that begins with its value."""
 
 
 def read_text(config: Config) -> bytes:
-    """The first MAX_BYTES of the text; raises OSError where a file cannot be read, NoText where nothing should be."""
+    """Return the first MAX_BYTES of the text; raises OSError for an unreadable file, NoText for no regular files."""
     text = bytearray()
     for path in _files(config.text):
         text += _regular_bytes(path, MAX_BYTES - len(text))
@@ -47,7 +48,7 @@ def read_text(config: Config) -> bytes:
 
 
 def digest(config: Config) -> str:
-    """The sha256 of the text, which all ranks need alike; empty where none can be read."""
+    """Return the sha256 of the text, which must be equal on all ranks; empty if it cannot be read."""
     try:
         return hashlib.sha256(read_text(config)).hexdigest()
     except (OSError, NoText):
@@ -55,7 +56,7 @@ def digest(config: Config) -> str:
 
 
 def text_refusals(config: Config) -> list[str]:
-    """A sentence if LAB_TEXT cannot be read or holds less than one sample (LAB_SEQ bytes and the one that follows)."""
+    """Return a sentence if LAB_TEXT cannot be read or is shorter than a sample (LAB_SEQ bytes and the next one)."""
     if not reads_text(config.model):
         return []
     named = f"LAB_TEXT={quoted(config.text)}"
@@ -72,7 +73,7 @@ def text_refusals(config: Config) -> list[str]:
         return [f"{where} is empty: name a file or a folder with text"]
     if num_bytes <= config.seq:
         needed = config.seq + 1
-        return [f"{where} holds {num_bytes} bytes, and a sample of LAB_SEQ={config.seq} needs {needed} or more"]
+        return [f"{where} has {num_bytes} bytes, but a sample of LAB_SEQ={config.seq} needs at least {needed}"]
     return []
 
 
@@ -84,11 +85,11 @@ def _files(text: Path | None) -> Iterator[Path]:
     elif stat.S_ISREG(text.stat().st_mode):
         yield text
     else:
-        raise NoText("is neither a file nor a folder: a pipe or a device gives each rank another text")
+        raise NoText("is neither a file nor a folder: each rank would read other text from a pipe or a device")
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The regular files of a folder and of all within it, sorted; links to folders are not followed."""
+    """Yield the regular files of a folder and its subfolders, sorted; links to folders are not followed."""
     waiting, seen = [folder], 0
     while waiting:
         path = waiting.pop()
@@ -96,14 +97,14 @@ def _inside(folder: Path) -> Iterator[Path]:
             entries = sorted(path.iterdir(), reverse=True)
             seen += len(entries)
             if seen > MAX_ENTRIES:
-                raise NoText(f"holds more than {MAX_ENTRIES} files and folders: name a smaller folder, or a file")
+                raise NoText(f"has more than {MAX_ENTRIES} files and folders: name a smaller folder, or a file")
             waiting += entries
         elif path.is_file():
             yield path
 
 
 def _regular_bytes(path: Path, most: int) -> bytes:
-    """At most so many bytes, and no more than the file says: what a kernel writes as it is read has none."""
+    """Return at most `most` bytes, and no more than the file's size, which is 0 for files that the kernel generates."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         state = os.fstat(descriptor)
@@ -113,7 +114,7 @@ def _regular_bytes(path: Path, most: int) -> bytes:
 
 
 OWN_BATCHES = 8  # of an epoch
-PROOF_STEPS = 3  # the third begins another epoch
+PROOF_STEPS = 3  # the third begins the second epoch
 
 
 class Microbatch(NamedTuple):
@@ -125,7 +126,7 @@ class Microbatch(NamedTuple):
 
 
 class Samples(Protocol):
-    """A data set: some samples by number."""
+    """A data set, whose samples have numbers."""
 
     terms: int  # loss terms of one sample
 
@@ -133,7 +134,7 @@ class Samples(Protocol):
 
 
 class Text:
-    """Windows of LAB_SEQ bytes; the target of each byte is the next one."""
+    """Windows of LAB_SEQ bytes; the target of each byte is the next byte."""
 
     def __init__(self, config: Config) -> None:
         self.bytes = torch.frombuffer(bytearray(read_text(config)), dtype=torch.uint8)
@@ -143,13 +144,13 @@ class Text:
         return (len(self.bytes) - 1) // self.terms
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        starts = ids * self.terms % (len(self.bytes) - self.terms)  # wraps: a text of one sample is enough
+        starts = ids * self.terms % (len(self.bytes) - self.terms)  # wraps around: a text of one sample is enough
         windows = self.bytes[starts[:, None] + torch.arange(self.terms + 1)].long()  # [B, S+1]
         return windows[:, :-1], windows[:, 1:]
 
 
 class Points:
-    """The first lesson's: y = 2x + 1 and noise of 0.1, x uniform in (-1, 1); mlp has LAB_WIDTH of them a sample."""
+    """Points y = 2x + 1 with noise of 0.1 and x uniform in (-1, 1); a sample of mlp has LAB_WIDTH points."""
 
     def __init__(self, num_samples: int, terms: int, seed: int) -> None:
         self.terms = terms
@@ -160,9 +161,9 @@ class Points:
         return self.x[ids], self.y[ids]
 
 
-@lru_cache(maxsize=2)  # the proof's and the timed steps': each pass asks anew, seven of a run
+@lru_cache(maxsize=2)  # for the proof and the timed steps: seven passes of a run need them
 def draw_points(count: int, seed: int) -> Tensor:
-    """[count, 2] of x and y."""
+    """Return x and y as [count, 2]."""
     draw = random.Random(seed)
     pairs = []
     for _ in range(count):
@@ -172,7 +173,7 @@ def draw_points(count: int, seed: int) -> Tensor:
 
 
 class UserBatches:
-    """The batches of a model's own file, one after the other."""
+    """The batches of a user's file, concatenated."""
 
     def __init__(self, spec: str, seed: int, num_batches: int) -> None:
         made = [user_model.find_in_file(spec, "batch")(seed, step) for step in range(num_batches)]
@@ -184,10 +185,10 @@ class UserBatches:
 
 
 class Batches:
-    """Every step's batch. `proof`: float64-sized data that sees mistakes, two global batches, uneven shards.
+    """The batch of every step. With `proof` the data make mistakes visible:
 
-    Two batches, so that the third step begins the second epoch, where a forgotten set_epoch shows. Uneven shards
-    and microbatches wherever the batch allows it, since equal ones hide the mean of means.
+    An epoch has two global batches, so that the third step begins the second epoch, where a forgotten set_epoch shows.
+    Shards and microbatches are uneven if the batch allows it, because equal ones hide a mean of means.
     """
 
     def __init__(self, config: Config, *, proof: bool, device: torch.device, dtype: torch.dtype) -> None:
@@ -198,27 +199,27 @@ class Batches:
         self.proof_steps = PROOF_STEPS
 
     def full(self, step: int) -> Microbatch:
-        """The whole global batch, as one process takes it."""
+        """Return the global batch as one microbatch."""
         return self._microbatch(self._order(step), 1 / (self.batch * self.samples.terms))
 
     def alone(self, step: int) -> list[Microbatch]:
-        """What one process works on, whose gradients add up to those of the step: the batch as it is."""
+        """Return the microbatches of a single process, whose gradients add up to those of the step."""
         return [self.full(step)]
 
     def microbatches(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
-        """What `shard` works on at `step`, in LAB_MICROBATCHES parts (fewer where it has fewer samples)."""
+        """Return the LAB_MICROBATCHES microbatches of `shard` at `step` (fewer if it has fewer samples)."""
         ids = self.sample_ids(step, shard, num_shards)
         return self.parts(ids, self.share(len(ids), num_shards))
 
     def parts(self, ids: list[int], share: float) -> list[Microbatch]:
-        """The samples `ids` in LAB_MICROBATCHES parts (fewer where there are fewer), each of whose terms counts
+        """Split the samples `ids` into LAB_MICROBATCHES parts (fewer if there are fewer); each loss term has the weight
         `share`."""
         num_parts = min(self.config.num_microbatches, len(ids))
         sizes = shard_sizes(len(ids), num_parts, uneven=self.uneven)
         return [self._microbatch(part, share) for part in torch.tensor(ids).split(sizes)]
 
-    def share(self, num_samples: int, num_shards: int) -> float:  # noqa: ARG002  the same however the batch is dealt
-        """What each loss term of a shard of `num_samples` counts: one over the terms of the whole batch."""
+    def share(self, num_samples: int, num_shards: int) -> float:  # noqa: ARG002  the same for every split of the batch
+        """Return the weight of each loss term of a shard of `num_samples`: 1 / (terms of the global batch)."""
         return 1 / (self.batch * self.samples.terms)
 
     def sample_ids(self, step: int, shard: int, num_shards: int) -> list[int]:
@@ -232,17 +233,17 @@ class Batches:
         return ids
 
     def ids_from(self, first: int, count: int) -> list[int]:
-        """The numbers of `count` samples, at most LAB_BATCH, that follow the `first` ones of all epochs in a row."""
+        """Return the numbers of `count` samples, at most LAB_BATCH, after the `first` ones of all epochs in a row."""
         step, begin = divmod(first, self.batch)
         return [*self.full_ids(step), *self.full_ids(step + 1)][begin : begin + count]
 
     def kept_sizes(self, num_shards: int) -> list[int]:
-        """Samples of `num_shards` shards that keep what they have of LAB_BATCH among WORLD_SIZE."""
+        """Return the sizes of the first `num_shards` shards of LAB_BATCH among WORLD_SIZE."""
         return shard_sizes(self.batch, self.config.world_size, uneven=self.uneven)[:num_shards]
 
     def _order(self, step: int) -> Tensor:
         if self.config.model == "line":
-            return torch.arange(self.batch)  # every step sees all points, and a worker keeps its shard
+            return torch.arange(self.batch)  # every step uses all points, and each rank always has the same shard
         epoch, index = divmod(step, self.num_batches)
         order = permutation(self.config.seed, epoch, self.num_batches * self.batch)
         return order[index * self.batch : (index + 1) * self.batch]
@@ -269,16 +270,16 @@ def _data_set(config: Config, batch: int, proof: bool) -> tuple[Samples, int]:
 
 
 def permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
-    """The order of an epoch: another for each, the same in every process."""
+    """Return the order of an epoch: it differs between epochs and is equal in all processes."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     return torch.randperm(num_samples, generator=generator)
 
 
 def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[int]:
-    """Samples of each shard: as equal as can be, the first ones larger; never none if batch >= num_shards.
+    """Return the number of samples of each shard: as equal as possible, the first ones larger.
 
-    With `uneven`, shards that would be equal are not, wherever they hold more than one sample: shard 1 gives up to
-    two away, as in the lesson's 8, 6, 9, 9.
+    With `uneven`, if all would be equal, up to two samples of shard 1 go to other shards, the last ones first, as in
+    the lesson's 8, 6, 9, 9; no shard loses its last sample.
     """
     sizes = [batch // num_shards + (shard < batch % num_shards) for shard in range(num_shards)]
     if uneven and num_shards > 1 and batch % num_shards == 0:
@@ -290,18 +291,18 @@ def shard_sizes(batch: int, num_shards: int, *, uneven: bool = False) -> list[in
 
 
 def effective_batch(config: Config, num_replicas: int) -> str:
-    """Samples of a step as microbatch x accumulation x replicas, or as a sum where they do not divide evenly."""
+    """Describe a step's samples as microbatch x accumulation x replicas, or as a sum if they do not divide evenly."""
     batch, accumulated = config.batch, config.num_microbatches
-    sizes = shard_sizes(batch, num_replicas, uneven=config.model == "line")
+    samples, sizes = f"{batch} samples per step", shard_sizes(batch, num_replicas, uneven=config.model == "line")
     if len(set(sizes)) == 1 and sizes[0] % accumulated == 0:
         micro = sizes[0] // accumulated
-        return f"{batch} samples a step = {micro} x {accumulated} x {num_replicas} (microbatch, accumulated, replicas)"
+        return f"{samples} = {micro} x {accumulated} x {num_replicas} (microbatch, accumulated, replicas)"
     parts = f"{accumulated} microbatch{'es' if accumulated != 1 else ''}"
-    return f"{batch} samples a step = {' + '.join(map(str, sizes))}, a replica each, {parts}"
+    return f"{samples} = {' + '.join(map(str, sizes))} on the replicas, {parts} each"
 
 
 def refusals(config: Config, num_shards: int) -> list[str]:
-    """Sentences if the batch cannot be dealt to `num_shards` in LAB_MICROBATCHES parts each."""
+    """Return sentences if the batch cannot be split into `num_shards` with LAB_MICROBATCHES parts each."""
     batch = config.batch
     if batch < num_shards:
         return [f"LAB_BATCH={batch} is smaller than WORLD_SIZE={num_shards}: every rank needs a sample"]
@@ -315,19 +316,19 @@ def refusals(config: Config, num_shards: int) -> list[str]:
 
 
 class PartedBatches(Batches):
-    """In LAB_MICROBATCHES parts, each of which is dealt to all shards.
+    """Batches that are first split into LAB_MICROBATCHES parts, and then each part into shards.
 
-    Experts mind how samples are put together: what finds a place, and what balance asks for, is a matter of all tokens
-    that are routed at once. So one process takes the same microbatches whole.
+    For a mixture of experts it matters which samples are together: capacity and balance depend on all tokens that are
+    routed at once. So a single process computes the same microbatches, each as a whole.
     """
 
     def alone(self, step: int) -> list[Microbatch]:
-        """The microbatches of a step, as one process takes them."""
+        """Return the microbatches of a step for a single process."""
         share = self.share(self.batch, 1)
         return [self._microbatch(part, share) for part in self._order(step).split(self.sizes())]
 
     def microbatches(self, step: int, shard: int, num_shards: int) -> list[Microbatch]:
-        """This shard's part of each microbatch."""
+        """Return this shard's part of each microbatch."""
         share = self.share(self.batch, num_shards)
         return [self._microbatch(torch.tensor(part), share) for part in self._parts(step, shard, num_shards)]
 
@@ -335,7 +336,7 @@ class PartedBatches(Batches):
         return [number for part in self._parts(step, shard, num_shards) for number in part]
 
     def sizes(self) -> list[int]:
-        """Samples of each microbatch; as equal as can be where uneven ones would leave a rank without any."""
+        """Return the microbatches' sizes; they are uneven unless that would leave a rank without samples."""
         parts = self.config.num_microbatches
         uneven = shard_sizes(self.batch, parts, uneven=self.uneven)
         return uneven if min(uneven) >= self.config.world_size else shard_sizes(self.batch, parts)

@@ -1,10 +1,10 @@
-"""A model with a mixture of experts in place of each MLP, as one process computes it: what every strategy has to equal.
+"""The reference model with a mixture of experts in place of each MLP, computed by one process.
 
-A router scores E experts for each token, the best k of them compute it, and their outputs are added up by the scores.
-So a model has E times the parameters of its MLPs, and a token takes k of them. Each expert takes as many tokens of a
-batch as its capacity says: first choices before second ones, then in the order of the batch. A token that finds no
-place passes by on the residual around the mixture. Nothing here is fast, and nothing is shared with
-distlab/techniques/expert_parallel/layer.py, so that a mistake there is none here.
+A router scores E experts for each token, the best k of them compute it, and their outputs are added up, weighted by the
+scores. So the MLPs have E times the parameters, of which each token uses k/E. An expert computes at most `capacity`
+tokens of a batch: first choices before second ones, then in the order of the batch. A token beyond the capacity is
+dropped: only the residual connection around the mixture carries it. The code is slow on purpose and shares nothing with
+distlab/techniques/expert_parallel/layer.py, so that a mistake there is not repeated here.
 
 Sources: Lepikhin et al. 2020, "GShard", section 2.2 (queues, capacity); Fedus et al. 2021, "Switch Transformers",
 section 2.2 (balance loss); Zoph et al. 2022, "ST-MoE", section 3.1 (z-loss).
@@ -25,17 +25,17 @@ from distlab.lab.workload.model import MLP, Model, build_model, outline
 
 @dataclass(frozen=True)
 class Mixing:
-    """How tokens find experts; the terms are weights of auxiliary losses, as means over the tokens of a batch."""
+    """The routing of tokens, and the weights of its auxiliary losses, which are means over the tokens of a batch."""
 
     num_experts: int
     top_k: int
-    capacity_factor: float  # places of an expert over its even share of a batch's choices; 0: as many as are asked for
+    capacity_factor: float  # capacity over an even share of a batch's choices; 0: unlimited
     balance: float  # of the balance loss
     z: float  # of the router's z-loss
 
 
 class Router(nn.Module):
-    """Scores [T, E] of tokens [T, D], in float32 at least: a score that is rounded sends a token elsewhere."""
+    """Compute scores [T, E] of tokens [T, D], at least in float32: a rounded score would change a token's expert."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of E MLPs without biases, one behind the other."""
+    """The weights of E MLPs without biases, as one tensor per matrix."""
 
     def __init__(self, num_experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """[..., D] to [..., D]; a token that was dropped gets zeros. `extra` is the sum of its auxiliary losses' terms."""
+    """Map [..., D] to [..., D], zeros for a dropped token; `extra` is the sum of the auxiliary losses' terms."""
 
     def __init__(self, width: int, hidden: int, mixing: Mixing) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Mixture(nn.Module):
         self.router = Router(width, mixing.num_experts)
         self.experts = Experts(mixing.num_experts, width, hidden)
         self.extra: Tensor | None = None
-        self.tilt = 0.0  # of every second preference: a twin's, which takes the other one of two that are nearly alike
+        self.tilt = 0.0  # raises every second score, to choose the other of two nearly equal experts
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)  # [T, D]
@@ -72,7 +72,7 @@ class Mixture(nn.Module):
         probabilities = scores.softmax(-1)
         chosen = self._preferred(probabilities)  # [T, k], the best first
         gates = probabilities.gather(1, chosen)
-        if self.mixing.top_k > 1:  # a single gate over itself would be 1, and the router would learn nothing
+        if self.mixing.top_k > 1:  # one gate divided by itself would be 1, without a gradient for the router
             gates = gates / gates.sum(1, keepdim=True)
         mixed = torch.zeros_like(tokens)
         for expert, queue in enumerate(self._queues(chosen)):
@@ -88,7 +88,7 @@ class Mixture(nn.Module):
         return (probabilities.detach() * tilted).topk(self.mixing.top_k).indices
 
     def _queues(self, chosen: Tensor) -> list[list[tuple[int, int]]]:
-        """The tokens of each expert, each with which of its choices this is."""
+        """Return for each expert its tokens, each with the index of this choice (0: first)."""
         number, (tokens, top_k) = self.mixing.num_experts, chosen.shape
         factor = self.mixing.capacity_factor
         capacity = math.ceil(factor * top_k * tokens / number) if factor else tokens
@@ -107,28 +107,28 @@ class Mixture(nn.Module):
 
 
 class MixtureModel(Model):
-    """A Model of which some layers have a mixture as `mlp`: its loss is theirs, too."""
+    """A Model with mixtures as `mlp` in some layers; their auxiliary losses are part of its loss."""
 
-    divisible = False  # places and balance are those of a whole batch
+    divisible = False  # capacity and balance depend on the whole batch
 
     @property
     def mixtures(self) -> dict[str, Any]:
-        """The mixtures in the order of their layers, by name: each a Mixture, or what a strategy puts there."""
+        """Return the mixtures by name, in the order of their layers: each a Mixture, or a strategy's replacement."""
         return {f"layers.{index}.mlp": layer.mlp for index, layer in enumerate(self.layers) if hasattr(layer, "mlp")}
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             raise TypeError("the balance of its experts is part of a mixture's loss: call model(inputs, targets)")
         total = super().forward(inputs, targets)
-        terms = targets.shape[1] if self.name == "mlp" else 1  # of a token: a token of mlp is a sample
+        terms = targets.shape[1] if self.name == "mlp" else 1  # loss terms per token: in mlp a token is a sample
         for mixture in self.mixtures.values():
             total = total + terms * mixture.extra
-            mixture.extra = None  # or the graph would stay
+            mixture.extra = None  # else the graph would stay alive
         return total
 
 
 def with_experts(model: Model, width: int, mixing: Mixing) -> MixtureModel:
-    """`model` with a mixture in place of each MLP, whose weights are still to be drawn."""
+    """Return a copy of `model` with a mixture in place of each MLP; its weights are not initialised yet."""
     layers = list(copy.deepcopy(model).layers)
     for layer in layers:
         if isinstance(getattr(layer, "mlp", None), MLP):
@@ -137,13 +137,13 @@ def with_experts(model: Model, width: int, mixing: Mixing) -> MixtureModel:
 
 
 def build_mixture(config: Config, seed: int, mixing: Mixing) -> MixtureModel:
-    """The model of LAB_MODEL with experts in float32 on the CPU, its weights a function of `seed` alone."""
+    """Return LAB_MODEL with experts, in float32 on the CPU, with weights that depend only on `seed`."""
     model = with_experts(build_model(config, seed), config.width, mixing)
     model.initialise(seed)
     return model
 
 
 def outline_mixture(config: Config, mixing: Mixing) -> MixtureModel:
-    """The model without its numbers, on the meta device, to count by."""
+    """Return the model on the meta device, without numbers, for counting."""
     with torch.device("meta"):
         return with_experts(outline(config), config.width, mixing)

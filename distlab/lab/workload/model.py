@@ -1,11 +1,10 @@
-"""What is trained: `line`, `mlp` and `gpt`, each a list of layers with a loss behind it.
+"""The models `line`, `mlp` and `gpt`: each a list of layers followed by a loss.
 
-The models help whoever cuts them. Layers are a list, so that a pipeline gives each stage a slice of it. q, k, v and o
-are separate matrices, and attention reads its number of heads from what its projections yield, so that tensor
-parallelism may shard them by heads; what gathers from other positions is one function, and an embedding may be told
-where its tokens stand, so that context parallelism may shard the sequence. The loss is a module that can be replaced,
-and returns the sum over its terms, never the mean: sums of uneven shards add up, means do not. Weights come from a seed
-alone, whatever else was drawn.
+They are easy to split. The layers are a list, so that each pipeline stage gets a slice of it. For tensor parallelism q,
+k, v and o are separate matrices, and attention infers its number of heads from the output of its projections. For
+context parallelism one function mixes positions, and an embedding accepts the positions of its tokens. The loss is a
+module that can be replaced; it returns the sum over its terms, not the mean, because sums of uneven shards add up and
+means do not. Weights depend only on a seed.
 """
 
 import math
@@ -24,14 +23,14 @@ from distlab.lab.config import Config
 from distlab.lab.workload import user_model
 from distlab.lab.workload.user_model import SummedLoss
 
-# What a mechanism keeps for a backward pass it keeps the way autograd keeps what operations save: in an attribute of
-# its own it would be neither counted among the activations nor let go.
+# Tensors that a mechanism keeps for the backward pass are saved like those of autograd's operations: in an attribute
+# they would be neither counted among the activations nor freed with them.
 
-ANCHOR = torch.empty(0, requires_grad=True)  # what makes autograd note the operation; nothing is run back to it
+ANCHOR = torch.empty(0, requires_grad=True)  # makes autograd record the operation; it never gets a gradient
 
 
 class SaveForBackward(torch.autograd.Function):
-    """Saves its tensors, and computes nothing."""
+    """Save the tensors for the backward pass, and compute nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ class SaveForBackward(torch.autograd.Function):
 
 
 class SavedForBackward:
-    """The end of a graph node, which keeps what the node has saved: torch 2.11 lets go of it with the last tensor."""
+    """The output of a graph node, which keeps the saved tensors alive: torch 2.11 frees them with the last output."""
 
     __slots__ = ("_end",)
 
@@ -54,44 +53,44 @@ class SavedForBackward:
 
 
 def save_for_backward(*tensors: Tensor) -> SavedForBackward:
-    """A graph node whose `saved_tensors` are `tensors`; gradients must be enabled."""
+    """Return a graph node whose `saved_tensors` are `tensors`; gradients must be enabled."""
     return SavedForBackward(SaveForBackward.apply(ANCHOR, *tensors))  # type: ignore[no-untyped-call]
 
 
 def fast_backward(outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Add to the leaves of `outputs` their gradients, given one of each output, of its shape; hooks are called.
+    """Run the backward pass from `outputs` with these `gradients`, one of the same shape per output; hooks are called.
 
-    `torch.autograd.backward` checks shapes and types before it starts the engine, here of what has just been computed:
-    behind a sleep of 10 ms, as in a pipeline that waits, two linear layers take 0.18 ms through it and 0.12 without.
+    `torch.autograd.backward` first checks shapes and types, which are right here: after a sleep of 10 ms, as in a
+    waiting pipeline, two linear layers take 0.18 ms with these checks and 0.12 ms without.
     """
-    Variable._execution_engine.run_backward(  # FSDP and DDP of torch take the engine here too
+    Variable._execution_engine.run_backward(  # torch's FSDP and DDP call the engine like this too
         outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-# Dropout whose masks belong to samples and positions, so that any cut of a batch drops what one process drops.
+# Dropout whose masks depend on samples and positions: any split of a batch drops the same numbers as one process.
 #
-# Each block drops some of what its attention and its MLP add (Srivastava et al. 2014, section 4). Systems keep a
-# generator for ranks with other samples, for those that hold the same activations and for those that hold some rows,
-# and never equal one process. Here a mask is a function of the run's seed, the layer and the sample, drawn whole, of
-# which a rank takes the rows that it has.
+# Each block applies dropout to the outputs of its attention and its MLP (Srivastava et al. 2014, section 4). Usual
+# systems have separate random generators for ranks with different samples, with equal activations and with different
+# rows, and do not equal one process. Here a mask is a function of the run's seed, the layer and the sample: each rank
+# draws the whole mask and uses its own rows.
 
-PARTS = ("attention", "mlp")  # of a block, whose results are dropped from
+PARTS = ("attention", "mlp")  # of a block, with dropout on their outputs
 
 
 class Dropouts:
     """The dropouts of one model on one rank.
 
     Args:
-        layers: whose parts named in PARTS lose a `share` of the numbers that they give.
-        shape: of what these give of one whole sample: [S, D] of a text.
+        layers: their parts in PARTS get dropout with the probability `share`.
+        shape: of the output of these parts for one whole sample: [S, D] for a text.
     """
 
     def __init__(self, layers: Sequence[nn.Module], share: float, seed: int, shape: tuple[int, ...]) -> None:
         self.share, self.seed, self.shape = share, seed, shape
         self.rows: Tensor | None = None  # the positions of this rank's rows; None: all
         self.rows_first = False  # [rows, B, D] in the place of [B, rows, D]
-        self.samples: list[int] = []  # those that are worked on now, by their checksums
+        self.samples: list[int] = []  # checksums of the samples of the current microbatch
         self._checksums: list[list[int]] = []
         for index, layer in enumerate(layers):
             for name, part in layer.named_children():
@@ -99,43 +98,43 @@ class Dropouts:
                     part.register_forward_hook(partial(self._drop, f"{index}.{name}"))
 
     def checksums(self, inputs: Tensor) -> list[int]:
-        """What the masks of these whole samples are drawn by."""
+        """Return the checksums of these whole samples, which are the seeds of their masks."""
         return [zlib.crc32(sample.double().cpu().numpy().tobytes()) for sample in inputs]
 
     def begin_step(self, microbatches: Sequence[Tensor]) -> None:
-        """Begin a step on the inputs of these microbatches."""
+        """Begin a step whose microbatches have these inputs."""
         self._checksums = [self.checksums(inputs) for inputs in microbatches]
 
     def begin_microbatch(self, microbatch: int) -> None:
         self.samples = self._checksums[microbatch]
 
     def mask(self, part: str, sample: int) -> Tensor:
-        """Of one whole sample: zero where it is dropped, else what keeps the sum as it was."""
+        """Return the mask of one whole sample: 0 for a dropped number, else 1 / (1 - share)."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {part} {sample}".encode()))
         return (torch.rand(self.shape, generator=generator) >= self.share) / (1 - self.share)
 
     def _drop(self, part: str, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        if not self.samples:  # a shape is asked for, or an empty microbatch
+        if not self.samples:  # only shapes are computed, or the microbatch is empty
             return output
         masks = torch.stack([self.mask(part, sample) for sample in self.samples])
         masks = masks if self.rows is None else masks[:, self.rows]
         return output * (masks.transpose(0, 1) if self.rows_first else masks).to(output)
 
 
-# Activation checkpointing: a layer keeps its input alone, and computes itself again for the backward pass.
+# Activation checkpointing: a layer keeps only its input, and is computed again for the backward pass.
 #
-# Memory for the backward pass falls from all that every layer saves to one tensor a layer, for one more forward pass
-# (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the
-# same; its first call imports torch's compiler, a second of an idle core and 80 MB of each rank. What a layer drops is
-# a function of its samples, so no generator has to be put back; who computes again says of which samples.
+# Each layer then keeps one tensor for the backward pass, at the cost of one more forward pass (Chen et al. 2016,
+# "Training Deep Nets with Sublinear Memory Cost", section 4). torch.utils.checkpoint does the same, but its first call
+# imports torch's compiler, which takes a second of an idle core and 80 MB on each rank. Dropout masks depend on the
+# samples, so no random generator has to be restored; the caller sets the samples before a layer is computed again.
 
 
 class _Computed(Exception):
-    """All that the layer saved is there again; what it would still compute nobody needs."""
+    """Raised when all saved tensors of the layer are recomputed; the rest of the layer is not needed."""
 
 
 class _Pass:
-    """One pass of one layer, which saves places in a list; the first that is asked for fills the list."""
+    """One pass of one layer: autograd saves indices in place of tensors, and the first load recomputes all tensors."""
 
     def __init__(self, layer: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         self.layer = layer
@@ -150,7 +149,7 @@ class _Pass:
 
     def load(self, place: int) -> Tensor:
         if self.computed is None:
-            with torch.enable_grad():  # the backward pass runs without
+            with torch.enable_grad():  # disabled in the backward pass
                 self.computed = save_for_backward(*self._compute())
         tensor: Tensor = self.computed.saved_tensors[place]
         return tensor
@@ -173,11 +172,11 @@ class _Pass:
 
     @staticmethod
     def _lost(nothing: None) -> Tensor:
-        raise AssertionError(f"the graph of the second pass is never run backward, and keeps {nothing}")
+        raise AssertionError(f"no backward pass runs through the second forward pass, which keeps {nothing}")
 
 
 def recomputed(layer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """`layer(hidden)`, of which the backward pass finds only `hidden`. The layer must compute the same again."""
+    """Return `layer(hidden)`, and keep only `hidden` for the backward pass; the layer must be deterministic."""
     this = _Pass(layer, hidden)
     with saved_tensors_hooks(this.save, this.load):
         return layer(hidden)
@@ -188,13 +187,13 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """Layers in a row and a loss; `forward(inputs, targets)` is the sum of the loss's terms, a scalar, and without
-    targets what the last layer gives, for a loss of someone's own.
+    """A sequence of layers and a loss.
 
-    With `recompute` a layer keeps nothing but its input for the backward pass.
+    `forward(inputs, targets)` returns the sum of the loss terms, and without targets the output of the last layer, for
+    a user's own loss. With `recompute` a layer keeps only its input for the backward pass.
     """
 
-    divisible = True  # whether a batch in parts has the sum of a whole one
+    divisible = True  # whether the losses of a batch's parts add up to the loss of the batch
 
     def __init__(self, name: str, layers: list[nn.Module], loss: nn.Module, *, recompute: bool = False) -> None:
         super().__init__()
@@ -202,7 +201,7 @@ class Model(nn.Module):
         self.recompute = recompute
         self.layers = nn.ModuleList(layers)
         self.loss = loss
-        self.dropouts: Dropouts | None = None  # where blocks drop some of what they add
+        self.dropouts: Dropouts | None = None  # None: no dropout
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = inputs
@@ -217,10 +216,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew, in place: the same numbers in every process, drawn in float32 whatever the dtype.
+        """Draw all weights in place: the same numbers in every process, drawn in float32 for every dtype.
 
-        Matrices are normal with a deviation of 0.02 in gpt (Radford et al. 2019, section 2.3), 1/sqrt(inputs) in mlp;
-        gains are one, biases zero, and so is all of line, as in its lesson.
+        Matrices are normal with a deviation of 0.02 in gpt (Radford et al. 2019, section 2.3) and 1/sqrt(inputs) in
+        mlp. Gains are one, biases zero. All weights of line are zero, as in its lesson.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -237,18 +236,18 @@ class Model(nn.Module):
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of each parameter, in order of registration; a tied one counts once."""
+        """Return the size of each parameter, in order of registration; a tied parameter counts once."""
         return [parameter.numel() for parameter in self.parameters()]
 
     def describe(self) -> str:
-        """For headings: 'gpt, 1.7M parameters'."""
+        """Return a description for headings: 'gpt, 1.7M parameters'."""
         count = self.num_parameters()
         short = f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.1f}k" if count >= 1e3 else str(count)
         return f"{self.name}, {short} parameters"
 
 
 class UserModel(Model):
-    """A module of someone's own as layers and a loss (user_model.py)."""
+    """A user's module as layers and a loss (user_model.py)."""
 
     def __init__(self, spec: str, seed: int, *, recompute: bool = False) -> None:
         self.spec = spec
@@ -257,23 +256,23 @@ class UserModel(Model):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Take the weights of a model that its own function makes of `seed`."""
+        """Copy the weights of a new model that the user's function makes from `seed`."""
         fresh = nn.ModuleList(user_model.layers_of(user_model.make_user_model(self.spec, seed)))
         for parameter, drawn in zip(self.layers.parameters(), fresh.parameters(), strict=True):
             parameter.copy_(drawn)
 
 
 class Embedding(nn.Module):
-    """Bytes to vectors: the token's plus the position's.
+    """Map bytes to vectors: the token's embedding plus the position's.
 
-    `positions` [S] are those of the tokens that come in, where they do not begin at 0 or not follow each other.
+    `positions` [S] are the positions of the input tokens; None means 0, 1, 2, ...
     """
 
     def __init__(self, seq: int, width: int) -> None:
         super().__init__()
         self.positions: Tensor | None = None
-        # Without the draw of numbers that nn.Embedding makes: on the meta device its first one imports sympy and 800
-        # modules more, a second of each rank's start.
+        # `from_pretrained` draws no numbers: on the meta device the draw of nn.Embedding imports sympy and 800 other
+        # modules, which delays each rank's start by a second.
         self.token = nn.Embedding.from_pretrained(torch.empty(VOCABULARY, width), freeze=False)
         self.position = nn.Embedding.from_pretrained(torch.empty(seq, width), freeze=False)
 
@@ -284,13 +283,13 @@ class Embedding(nn.Module):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What each position takes from those up to it: [B, heads, S, head_dim] of each, and of the result."""
+    """Return causal attention; all tensors are [B, heads, S, head_dim]."""
     mixed: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed
 
 
 class Attention(nn.Module):
-    """Causal self-attention over as many heads as the projections hold (Vaswani et al. 2017, section 3.2)."""
+    """Causal self-attention; the projections determine the number of heads (Vaswani et al. 2017, section 3.2)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -299,7 +298,7 @@ class Attention(nn.Module):
         self.attend: Attend = causal
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Heads are counted in the projections' output: a rank of a tensor-parallel group holds only its own.
+        # The number of heads follows from the projections' output: a tensor-parallel rank has only its own heads.
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
         )  # [B, heads, S, head_dim]
@@ -308,7 +307,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Up to four times the width, and down again."""
+    """Two linear layers with a hidden width of four times the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -321,7 +320,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of gpt: attention, then an MLP, each behind a norm and beside a residual (pre-LN, Xiong et al. 2020)."""
+    """A layer of gpt: attention and an MLP, each after a norm and with a residual (pre-LN, Xiong et al. 2020)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -350,7 +349,7 @@ class Residual(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to a score for each byte."""
+    """Map vectors to a score for each byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -363,23 +362,23 @@ class Head(nn.Module):
 
 
 def build_model(config: Config, seed: int) -> Model:
-    """The model of LAB_MODEL in float32 on the CPU, its weights a function of `seed` alone."""
+    """Return LAB_MODEL in float32 on the CPU, with weights that depend only on `seed`."""
     model = _layers(config)
     model.initialise(seed)
     return model
 
 
 def dropping(model: Model, config: Config, share: float) -> Model:
-    """The same, whose blocks drop a `share` of what their attention and their MLP add."""
+    """Add dropout with the probability `share` to the outputs of attention and MLP in each block; returns the model."""
     shape = (config.seq, config.width) if model.name == "gpt" else (config.width,)
     model.dropouts = Dropouts(list(model.layers), share, config.seed, shape) if share else None
     return model
 
 
-@lru_cache(maxsize=32)  # a run asks 200 times and more, at 2 to 6 ms
+@lru_cache(maxsize=32)  # a run calls it more than 200 times, and it takes 2 to 6 ms
 def outline(config: Config) -> Model:
-    """The model without its numbers, on the meta device, to count by; it is shared, so nobody changes it."""
-    if user_model.is_own(config.model):  # whose function may draw by a generator of the CPU
+    """Return the model on the meta device, without numbers, for counting; it is shared and must not be changed."""
+    if user_model.is_own(config.model):  # its function may use a random generator of the CPU
         return _layers(config).to("meta")
     with torch.device("meta"):
         return _layers(config)
@@ -401,7 +400,7 @@ def _layers(config: Config) -> Model:
 
 
 def buffer_bytes(config: Config, dtype: torch.dtype) -> int:
-    """What the model carries beside its weights, its floating point in `dtype`: of the lab's own models nothing."""
+    """Return the bytes of the model's buffers, with floating point in `dtype`; the lab's models have none."""
     return carried_bytes(outline(config), dtype)
 
 

@@ -1,4 +1,4 @@
-"""One process, the whole batch, nothing clever: what every strategy has to equal."""
+"""The reference: one process trains on the whole batch. Every strategy must equal it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,54 +12,54 @@ from distlab.lab.workload.data import Batches, Microbatch
 from distlab.lab.workload.model import Model
 from distlab.lab.workload.optimizer import make_optimizer, named_tensors
 
-# Of the square root of a type's unit: of 1000 tokens some are so near to another choice, of which rounding turns none
-# or one.
+# In units of the square root of the dtype's epsilon: some of 1000 tokens have two experts that are so nearly equal, of
+# which rounding swaps at most one.
 TILT = 1.0
 
-Loss: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]  # (model, inputs, targets): the sum over all loss terms
+Loss: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]  # (model, inputs, targets) to the sum over all loss terms
 
 
 class Snapshot(NamedTuple):
-    """What is left after a step: copies under dense names."""
+    """The state after a step: copies under dense names."""
 
     loss: float  # mean over the terms of the global batch, before the update
-    gradients: dict[str, Tensor]  # as the optimizer saw them: after clipping
+    gradients: dict[str, Tensor]  # as the optimizer used them, after clipping
     weights: dict[str, Tensor]  # after the update
     optimizer: dict[str, Tensor]
-    norm: float  # of all gradients before clipping; 0 where nothing is clipped
+    norm: float  # of all gradients before clipping; 0 without clipping
 
 
-LEARNING_RATE = 0.01  # of a proof: small, since a step that overshoots makes rounding errors grow from step to step
+LEARNING_RATE = 0.01  # of a proof: small, because with larger steps rounding errors grow from step to step
 
 
 def plain(config: Config, **more: Any) -> Config:
-    """These settings with the optimizer of a proof, plain SGD: Adam would divide an error of scale away."""
+    """Return these settings with a proof's optimizer, plain SGD, because Adam would hide a wrong scale."""
     return config.model_copy(update={"optimizer": "sgd", "clip": None, "lr": LEARNING_RATE} | more)
 
 
 class OneProcess:
-    """One process that trains `model` in place, a step a call, by no line of a technique.
+    """Trains `model` in place in one process, without any code of the techniques; each call of `step` is one step.
 
     Args:
-        loss: of a part of the batch; by default what the model returns.
-        masters: float32 copies of the weights are stepped, and rounded into `model` after each step.
+        loss: the loss of a microbatch; by default the model's output.
+        masters: whether to step float32 copies of the weights, and round them into `model` after each step.
     """
 
     def __init__(self, model: nn.Module, config: Config, *, loss: Loss | None = None, masters: bool = False) -> None:
         self.model, self.config, self.loss_of = model, config, loss
-        self.loss = self.norm = 0.0  # of the last step: its loss before the update, and the gradient's before a clip
+        self.loss = self.norm = 0.0  # of the last step: the loss before the update, the gradients' norm before clipping
         self.trained = [each for each in model.parameters() if each.requires_grad]
         self.masters = [nn.Parameter(each.detach().float()) for each in self.trained] if masters else []
         self.optimizer = make_optimizer(self.masters or self.trained, config)
 
     def step(self, parts: Sequence[Microbatch]) -> float:
-        """Train on a batch that comes in `parts`; returns its loss before the update."""
+        """Train on the microbatches `parts`; returns the loss before the update."""
         self.loss, self.norm = backward(self.model, parts, self.config.clip, self.loss_of)
         self._update()
         return self.loss
 
     def step_by(self, sums: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Take a step by these gradients, one a parameter; returns the weights by name."""
+        """Take a step with these gradients, one per parameter; returns the weights by name."""
         for parameter, gradient in zip(self.trained, sums, strict=True):
             parameter.grad = gradient.view_as(parameter)
         self._update()
@@ -74,13 +74,13 @@ class OneProcess:
                 weight.copy_(master)
 
     def copies(self, kind: str, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The "gradients" of the last step, the "weights" or the "optimizer" state; on `device`, by default the
+        """Return copies of the last step's "gradients", the "weights" or the "optimizer" state, on `device`, or the
         model's."""
         found = named_tensors(self.model, self.optimizer, kind)
         return {name: each.to(device or each.device, copy=True) for name, each in found}
 
     def snapshot(self, device: torch.device | None = None) -> Snapshot:
-        """What the last step has left."""
+        """Return a Snapshot of the last step."""
         gradients, weights, state = (self.copies(kind, device) for kind in ("gradients", "weights", "optimizer"))
         return Snapshot(self.loss, gradients, weights, state, self.norm)
 
@@ -88,26 +88,26 @@ class OneProcess:
 def gradients(
     model: nn.Module, parts: Sequence[Microbatch], weights: Mapping[str, Tensor] | None = None
 ) -> tuple[float, list[Tensor]]:
-    """The loss of a batch that comes in `parts`, and its gradient, at these `weights` by name or at the model's own."""
+    """Return the loss of the microbatches `parts` and its gradients, at these `weights` or at the model's own."""
     fill(model, weights or {})
     loss, _ = backward(model, parts, None)
     return loss, gradients_of(model)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """The gradient of each parameter, zeros where it has none."""
+    """Return the gradient of each parameter, zeros if it has none."""
     return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
 
 
 def backward(
     model: nn.Module, parts: Sequence[Microbatch], clip: float | None, loss: Loss | None = None
 ) -> tuple[float, float]:
-    """Leave the gradient of a batch that comes in `parts` in the model's parameters, clipped to `clip`.
+    """Compute the gradients of the microbatches `parts` in the model's parameters, clipped to `clip`.
 
-    Returns its loss, and the norm of the gradient before it is clipped, 0 where it is not.
+    Returns the loss, and the norm of the gradients before clipping, 0 without clipping.
     """
     if isinstance(model, Model):
-        model.recompute = False  # or the proof of LAB_RECOMPUTE would hold a mistake against itself
+        model.recompute = False  # else a mistake in recomputation would be in the reference too
     model.zero_grad()
     total = 0.0
     for inputs, targets, share in parts:
@@ -119,7 +119,7 @@ def backward(
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the model these weights, by name, rounded to its type."""
+    """Copy these weights by name into the model, rounded to its dtype."""
     for name, parameter in model.named_parameters():
         if name in weights:
             parameter.copy_(weights[name])
@@ -134,8 +134,8 @@ def train(model: Model, batches: Batches, config: Config, steps: int) -> Iterato
 def stepped(
     model: Model, batches: Batches, config: Config, steps: int, *, masters: bool = False, parts: int = 1
 ) -> Iterator[OneProcess]:
-    """The one process after each of so many steps; each batch is added up in so many `parts`: the same numbers, rounded
-    otherwise."""
+    """Yield the process after each step. Each batch is split into `parts`: mathematically equal, but rounded
+    differently."""
     one = OneProcess(model, config, masters=masters)
     for step in range(steps):
         one.step(divided(batches.full(step), parts) if model.divisible else batches.alone(step))
@@ -143,7 +143,7 @@ def stepped(
 
 
 class Losses(NamedTuple):
-    """A training of which the losses alone are kept, and the gradient of the first step."""
+    """The losses of a training run, and the gradients of its first step."""
 
     values: list[float]  # mean over the terms of the global batch, before each update
     first: dict[str, Tensor]  # after clipping
@@ -152,7 +152,7 @@ class Losses(NamedTuple):
 def losses(
     model: Model, batches: Batches, config: Config, steps: int, *, masters: bool = False, parts: int = 1
 ) -> Losses:
-    """Train as `train` does, and keep no more than is asked of a long training."""
+    """Train as `train` does, but keep only the losses and the first gradients, for long training runs."""
     kept = Losses([], {})
     for one in stepped(model, batches, config, steps, masters=masters, parts=parts):
         kept.values.append(one.loss)
@@ -161,7 +161,7 @@ def losses(
 
 
 def divided(whole: Microbatch, parts: int) -> list[Microbatch]:
-    """A batch as `parts` microbatches, or as many as it has samples."""
+    """Split a batch into `parts` microbatches, at most one per sample."""
     count = min(parts, len(whole.inputs))
     pairs = zip(whole.inputs.tensor_split(count), whole.targets.tensor_split(count), strict=True)
     return [Microbatch(inputs, targets, whole.share) for inputs, targets in pairs]
@@ -169,9 +169,9 @@ def divided(whole: Microbatch, parts: int) -> list[Microbatch]:
 
 @torch.no_grad()
 def move_by_a_unit(model: Model, seed: int) -> None:
-    """Move every weight by one unit in its last place, up or down as `seed` draws it; zeros stay zero.
+    """Change every weight by one unit in the last place, up or down by a draw from `seed`; zeros stay zero.
 
-    What is chosen between two that rounding may swap (`tilt`) is tilted to the other one.
+    A module with a `tilt` then chooses the other of two options that rounding could swap.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

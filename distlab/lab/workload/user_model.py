@@ -1,9 +1,9 @@
-"""A model of one's own in the place of the lab's: LAB_MODEL=FILE:name, where `name(seed)` makes an nn.Module.
+"""A user's model: LAB_MODEL=FILE:name, where `name(seed)` returns an nn.Module.
 
-Beside it the file may have `loss(model, inputs, targets)`, a sum over terms that calls the model once, and
-`batch(seed, step)`, inputs and targets of LAB_BATCH samples; without them it is cross entropy over the text's bytes.
-What has its layers in a row (an nn.Sequential, or an nn.ModuleList `layers` that forward runs through and nothing else)
-is trained layer by layer, as fsdp and pp cut it; all else is one layer.
+The file may also define `loss(model, inputs, targets)`, a sum over terms that calls the model once, and `batch(seed,
+step)`, which returns inputs and targets of LAB_BATCH samples; the default is cross entropy over the bytes of the text.
+An nn.Sequential, or an nn.ModuleList `layers` that forward runs through and nothing else, is trained layer by layer, so
+that fsdp and pp can split it; any other module is one layer.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-IGNORED = -100  # the target that torch's cross_entropy leaves out
+IGNORED = -100  # the target that torch's cross_entropy ignores by default
 
 
 def is_own(spec: str) -> bool:
@@ -30,7 +30,7 @@ def is_own(spec: str) -> bool:
 
 @lru_cache(maxsize=8)
 def module_of(file: str) -> ModuleType:
-    """The file as a module of its own name; its siblings can be imported beside it. Raises what the file raises."""
+    """Import the file as a module of its own name; it can import its siblings. Raises the file's own exceptions."""
     path = Path(file)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -43,17 +43,17 @@ def module_of(file: str) -> ModuleType:
 
 
 def find_in_file(spec: str, name: str) -> Any:
-    """What stands in the model's file by this name; None where nothing does."""
+    """Return the object of this name in the user's file; None if there is none."""
     return getattr(module_of(spec.rpartition(":")[0]), name, None)
 
 
 def reads_text(model: str) -> bool:
-    """Whether LAB_MODEL is trained on text: gpt, and one's own whose file has no batch."""
+    """Return whether LAB_MODEL is trained on text: gpt, or a user's model whose file has no `batch`."""
     return model == "gpt" or (is_own(model) and find_in_file(model, "batch") is None)
 
 
 def make_user_model(spec: str, seed: int) -> nn.Module:
-    """The model of `seed` in float32; raises TypeError where the function makes none."""
+    """Return the model of `seed` in float32; raises TypeError if the function returns no module."""
     maker = find_in_file(spec, spec.rpartition(":")[2])
     if not callable(maker):
         raise TypeError(f"has no function {spec.rpartition(':')[2]!r}")
@@ -64,7 +64,7 @@ def make_user_model(spec: str, seed: int) -> nn.Module:
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Its layers in a row, one that has no weights with the one before; itself where it has none."""
+    """Return the layers in order, those without weights joined to the layer before; [module] if it has no layers."""
     found = module if isinstance(module, nn.Sequential) else getattr(module, "layers", None)
     if not isinstance(found, nn.ModuleList | nn.Sequential) or not len(found):
         return [module]
@@ -78,7 +78,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def passed_shapes(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
-    """The shapes that its layers give each other, of one sample, without the first dim."""
+    """Return the shapes of the activations between layers, for one sample, without the batch dimension."""
     batch = find_in_file(spec, "batch")
     hidden: Tensor = torch.zeros(1, seq).long() if batch is None else batch(seed, 0)[0][:1]
     hidden = hidden.float() if hidden.is_floating_point() else hidden
@@ -91,7 +91,7 @@ def passed_shapes(spec: str, seed: int, seq: int) -> list[tuple[int, ...]]:
 
 
 class SummedLoss(nn.Module):
-    """The file's loss of what the last layer gives, or what is usual, as of the lab's own models."""
+    """The user's loss of the last layer's output, or the default loss."""
 
     def __init__(self, own: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class SummedLoss(nn.Module):
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum over all terms, in float32 at least: cross entropy where targets are classes, else squares."""
+    """Return the sum over all terms, at least in float32: cross entropy if targets are classes, else squares."""
     outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     if targets.is_floating_point():
         return F.mse_loss(outputs, targets.to(outputs.dtype), reduction="sum")
@@ -112,7 +112,7 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def refusals(spec: str, seed: int, batch: int, inputs: Callable[[], Tensor]) -> list[str]:
-    """Sentences why no mode can train it; `inputs` gives a sample of the text where it has no batch of its own."""
+    """Return reasons why no mode can train this model; `inputs` returns a sample of text if the file has no `batch`."""
     named = f"LAB_MODEL={spec!r}"
     try:
         module = make_user_model(spec, seed)
@@ -128,33 +128,33 @@ def refusals(spec: str, seed: int, batch: int, inputs: Callable[[], Tensor]) -> 
             faults.append(f"{named} has batches of {len(sample)} samples: set LAB_BATCH={len(sample)}, not {batch}")
         if not targets.is_floating_point() and bool((targets == IGNORED).any()):
             faults.append(
-                f"{named} has padded targets ({IGNORED}), so samples have other numbers of terms, and a mode weighs all"
-                " alike: prove it by `distlab prove`"
+                f"{named} has padded targets ({IGNORED}), so samples have different numbers of loss terms, but a mode"
+                " gives all the same weight: use `distlab prove`"
             )
     return faults or out_of_row(named, module, sample[:2])
 
 
 def unfit(module: nn.Module) -> list[str]:
-    """What no number of ranks computes as one process does."""
+    """Return reasons why ranks cannot compute the same as one process."""
     found = []
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
-            found.append(f"has {name}, a SyncBatchNorm: torch runs it on GPUs alone, and each microbatch by itself")
+            found.append(f"has {name}, a SyncBatchNorm: torch runs it only on GPUs, and separately per microbatch")
         elif isinstance(part, _BatchNorm):
             found.append(f"has {name}, a {type(part).__name__}: its output depends on which samples a rank has")
         if isinstance(part, _DropoutNd) and part.p > 0:
-            found.append(f"has {name}, which draws what no other rank draws: set its p to 0, or use `distlab prove`")
+            found.append(f"has {name}, whose masks would differ between ranks: set its p to 0, or use `distlab prove`")
     layers = layers_of(module)
     owners: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
             if owners.setdefault(id(parameter), index) != index:
-                found.append(f"ties weights of layers {owners[id(parameter)]} and {index}: prove it by `distlab prove`")
+                found.append(f"ties weights of layers {owners[id(parameter)]} and {index}: use `distlab prove`")
     return list(dict.fromkeys(found))[:3]
 
 
 def out_of_row(named: str, module: nn.Module, inputs: Tensor) -> list[str]:
-    """A sentence if its layers in a row are not its forward pass."""
+    """Return a sentence if running the layers in order differs from the forward pass."""
     with torch.no_grad():
         hidden = sample = inputs.float() if inputs.is_floating_point() else inputs
         try:
@@ -165,14 +165,14 @@ def out_of_row(named: str, module: nn.Module, inputs: Tensor) -> list[str]:
             right = False
     if right:
         return []
-    return [f"{named} has `layers` that its forward pass does not run in a row: call them by another name"]
+    return [f"{named} has `layers` that its forward pass does not run one after the other: rename the attribute"]
 
 
-# A training step of one's own.
+# A user's training step.
 
 STEP = ("model", "optimizer", "microbatches", "group")
 
 
 def is_step(spec: str) -> bool:
-    """Whether LAB_VARIANT names a whole training step, of a rank with the whole model and its own samples."""
+    """Return whether LAB_VARIANT names a whole training step, for a rank with the whole model and its own samples."""
     return tuple(inspect.signature(find_in_file(spec, spec.rpartition(":")[2])).parameters) == STEP

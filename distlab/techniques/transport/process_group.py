@@ -124,7 +124,7 @@ class TcpGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, size))
-        self.channel, self._begun, self._collectives = channel, 0, 0
+        self.channel, self._begun, self._collectives, self.latest_work = channel, 0, 0, None
         channel.transport.groups += 1
         self._peers: Peers | None = None
 
@@ -234,13 +234,13 @@ class TcpGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        work = Posted(self.channel.send(tensors, peer, tag))
+        self.latest_work = work = Posted(self.channel.send(tensors, peer, tag))
         BASE_CALLS["send"](self, tensors, peer, tag)
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Posted:
         self._begun += 1
-        work = Posted(self.channel.recv(tensors, peer, tag))
+        self.latest_work = work = Posted(self.channel.recv(tensors, peer, tag))
         BASE_CALLS["recv"](self, tensors, peer, tag)
         return work
 
@@ -248,9 +248,10 @@ class TcpGroup(dist.ProcessGroup):
         self.channel.transport.leave()
 
     def _begin(self, results: Tensors) -> Running:
-        self._begun += 1
-        self._collectives += 1  # equal on all ranks, unlike the number of sends
-        return Running(results, self.channel.transport)
+        # The number of collectives is equal on all ranks, unlike the number of sends.
+        self._begun, self._collectives = self._begun + 1, self._collectives + 1
+        self.latest_work = work = Running(results, self.channel.transport)
+        return work
 
     def _run(
         self, work: Running, opts: Any, collective: Callable[..., Steps], arguments: Iterable[Sequence[Any]]

@@ -1,4 +1,4 @@
-"""What is typed becomes a command and its settings, or a sentence that says what would be one."""
+"""Arguments become a command and its settings, or an error that names what is allowed."""
 
 import importlib.util
 import subprocess
@@ -23,7 +23,7 @@ from distlab.lab.config.settings import GONE
         ("tp LAB_TEXT=a=b", Typed("run", (), {"RUN_MODE": "tp", "LAB_TEXT": "a=b"})),
         ("LAB_STEPS= RUN_MODE=pp", Typed("run", (), {"RUN_MODE": "pp", "LAB_STEPS": ""})),
         ("explain mine/mode.py", Typed("explain", (), {"RUN_MODE": "mine/mode.py"})),
-        ("run LAB_OF_A_MODE=1", Typed("run", (), {"LAB_OF_A_MODE": "1"})),  # it is judged with all other settings
+        ("run LAB_OF_A_MODE=1", Typed("run", (), {"LAB_OF_A_MODE": "1"})),  # checked later, with all other settings
         ("report runs/a --junit b.xml", Typed("report", ["runs/a", "--junit", "b.xml"])),
         ("plan --help", Typed("plan", ["--help"])),
         ("--help", Typed("help")),
@@ -34,7 +34,7 @@ from distlab.lab.config.settings import GONE
         ("dp --json LAB_STEPS=2", Typed("run", (), {"RUN_MODE": "dp", "LAB_STEPS": "2"}, as_json=True)),
     ],
 )
-def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
+def test_arguments_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
     assert parse_words(words.split()) == typed
 
 
@@ -49,10 +49,10 @@ def test_words_are_a_command_and_its_settings(words: str, typed: Typed) -> None:
         ("ddp", ["'ddp' is not a command or a mode (did you mean 'dp'?), allowed: run, explain, "]),
         ("run STEPS=5 --fast", ["STEPS is not a variable of the lab (did you mean 'LAB_STEPS'?)", "'--fast' is not a mode"]),
         *((f"{name} dp STEPS=5 --help", [f"{name}: {GONE[name]}"]) for name in GONE if name.islower()),
-        ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has one"]),
+        ("run dp tp", ["'tp' and RUN_MODE='dp' are two modes: a run has only one"]),
     ],
 )  # fmt: skip
-def test_a_word_that_says_nothing_is_refused_with_what_does(words: str, sentences: list[str]) -> None:
+def test_an_unknown_argument_is_refused_with_what_is_allowed(words: str, sentences: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_words(words.split())
     for fault, sentence in zip(refused.value.faults, sentences, strict=True):
@@ -71,12 +71,12 @@ def test_help_is_printed_and_starts_nothing(command: str | None, capsys: pytest.
     except SystemExit as exited:  # argparse's own
         code = exited.code
     assert code == 0
-    said = capsys.readouterr().out
-    assert "usage: distlab" in said
-    assert "python -m" not in said.replace("torchrun --nproc-per-node 4 -m distlab", "")
+    printed = capsys.readouterr().out
+    assert "usage: distlab" in printed
+    assert "python -m" not in printed.replace("torchrun --nproc-per-node 4 -m distlab", "")
 
 
-def test_what_only_the_lab_itself_calls_is_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_commands_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "\n  fit " not in capsys.readouterr().out
 
@@ -90,7 +90,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_command_imported_before_runs_without_a_warning() -> None:
-    """Tests import it, and runpy would warn in the output of a CI."""
+    """Tests import the module, and runpy would warn about that in the output of a CI."""
     program = "import sys, distlab.cli.engine, distlab.cli.run as run; sys.exit(run.main(['engine', 'kubernetes']))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
@@ -98,7 +98,7 @@ def test_a_command_imported_before_runs_without_a_warning() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_refused_word_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_argument_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train.py"]) == 2
     assert capsys.readouterr().out.startswith(
         "refused    'train.py' is not a command or a mode (did you mean 'train'?)"

@@ -35,12 +35,12 @@ def test_defaults_are_those_of_the_stable_interface() -> None:
     assert (config.join_timeout_s, config.lost_after_s, config.collective_timeout_s) == (60, 2.5, 300)
 
 
-def test_a_file_of_a_key_is_read_before_anything_else(tmp_path: Path) -> None:
+def test_a_key_file_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "key"
     assert faults(LAB_KEY_FILE=str(path)) == [f"LAB_KEY_FILE={str(path)!r} is not a file"]
     path.write_text("short")
     assert faults(LAB_KEY_FILE=str(path)) == [
-        f"LAB_KEY_FILE={str(path)!r} holds 5 characters, too few for a key: expected 16 and more"
+        f"LAB_KEY_FILE={str(path)!r} has 5 characters, too few for a key: expected at least 16"
     ]
     path.write_text("0123456789abcdef\n")
     config = Config.read(RANK_OF_FOUR | {"LAB_KEY_FILE": str(path)})
@@ -48,9 +48,9 @@ def test_a_file_of_a_key_is_read_before_anything_else(tmp_path: Path) -> None:
     assert "LAB_KEY_FILE" not in config.environ() | config.written()
 
 
-def test_a_file_from_which_nothing_comes_is_refused_and_not_waited_for() -> None:
-    """/proc/kmsg gives a line whenever the kernel says one."""
-    sentence = "LAB_KEY_FILE='/proc/kmsg' holds 0 characters, too few for a key: expected 16 and more"
+def test_a_key_file_without_contents_is_refused_at_once() -> None:
+    """Reading /proc/kmsg waits for the next message of the kernel."""
+    sentence = "LAB_KEY_FILE='/proc/kmsg' has 0 characters, too few for a key: expected at least 16"
     assert faults(LAB_KEY_FILE="/proc/kmsg") == [sentence]
 
 
@@ -60,7 +60,7 @@ def test_a_number_of_thousands_of_digits_is_refused_in_a_short_sentence(name: st
     assert fault.startswith(f"{name}=") and len(fault) < 500
 
 
-def test_of_a_long_value_that_a_mode_refuses_the_start_is_shown() -> None:
+def test_a_long_refused_value_is_shortened() -> None:
     config = Config.read({"RUN_MODE": "mesh", "LAB_MESH": "dp" + "9" * 5000})
     with pytest.raises(ConfigError) as refused:
         refuse(config, load("mesh"))
@@ -68,15 +68,15 @@ def test_of_a_long_value_that_a_mode_refuses_the_start_is_shown() -> None:
 
 
 def test_a_key_is_shown_nowhere() -> None:
-    """Neither in what is recorded, nor in what repeats the run or is told to others, nor in a refusal."""
+    """Not in records, nor in the command that repeats the run, nor in messages to other ranks, nor in an error."""
     key = "a long secret of ours"
     config = Config.read(RANK_OF_FOUR | {"LAB_KEY": key, "LAB_STEPS": "7"})
     assert config.key is not None
     assert config.key.get_secret_value() == key
-    told = [config.environ(), config.written(), config, claim_of(config, "v1", "")]
-    assert not any("secret" in str(each) or "LAB_KEY" in str(each) for each in told)
+    found = [config.environ(), config.written(), config, claim_of(config, "v1", "")]
+    assert not any("secret" in str(each) or "LAB_KEY" in str(each) for each in found)
     assert faults(LAB_KEY="short secret") == [
-        "LAB_KEY=(not shown) is too short for a key: expected 16 characters and more"
+        "LAB_KEY=(not shown) is too short for a key: expected at least 16 characters"
     ]
     assert faults(LAB_KEY=f"\x07{key}") == ["LAB_KEY=(not shown) is not printable text in UTF-8"]
 
@@ -93,7 +93,7 @@ def test_values_get_their_types() -> None:
     assert config.learning_rate == 1e-3
 
 
-def test_what_was_set_repeats_the_run() -> None:
+def test_the_variables_that_were_set_repeat_the_run() -> None:
     environ = RANK_OF_FOUR | {"LAB_VARIANT": "naive,ring", "LAB_PROOF": "0", "LAB_STEPS": "7"}
     assert Config.read(environ).environ() == environ
 
@@ -119,12 +119,15 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_RUN_ID": "a/b"}, "LAB_RUN_ID='a/b' is not a run id"),
         ({"LAB_RUN_ID": ".."}, "LAB_RUN_ID='..' is not a run id"),
         ({"LAB_MEMORY": "much"}, "LAB_MEMORY='much' is not a size such as 900m or 2g"),
-        ({"LAB_BACKEND": "nccl", "LAB_DEVICE": "cpu"}, "LAB_BACKEND=nccl works on LAB_DEVICE=cuda alone"),
+        ({"LAB_BACKEND": "nccl", "LAB_DEVICE": "cpu"}, "LAB_BACKEND=nccl works only with LAB_DEVICE=cuda"),
         ({"LAB_NET_RATE": "fast"}, "LAB_NET_RATE='fast' is not a rate such as 500kbit, 100mbit or 2gbit"),
         ({"LAB_NET_RATE": "0mbit"}, "LAB_NET_RATE='0mbit' would let nothing through"),
         ({"LAB_NET_DELAY": "5"}, "LAB_NET_DELAY='5' is not a delay such as 500us, 5ms or 1s"),
         ({"LAB_SLOW_RANK": "2"}, "LAB_SLOW_RANK='2' is not a rank and its share of speed, such as 2:0.5"),
-        ({"LAB_SLOW_RANK": "2:0"}, "LAB_SLOW_RANK='2:0' has a speed out of range: expected more than 0, up to 1"),
+        (
+            {"LAB_SLOW_RANK": "2:0"},
+            "LAB_SLOW_RANK='2:0' has a speed that is out of range: expected more than 0, up to 1",
+        ),
         ({"LAB_SLOW_RANK": "4:0.5"}, "LAB_SLOW_RANK='4:0.5' names a rank outside of WORLD_SIZE=4, allowed: 0 to 3"),
         ({"RUN_MODE": "compress", "LAB_RATIO": "0"}, "LAB_RATIO='0' is out of range: expected more than 0, up to 1"),
         (
@@ -141,7 +144,7 @@ def test_what_was_set_repeats_the_run() -> None:
         ({"LAB_RATIO": "0.1"}, "LAB_RATIO='0.1' belongs to RUN_MODE=compress: dp has no such setting"),
         (
             {"RUN_MODE": "mine/absent.py"},
-            "RUN_MODE='mine/absent.py' is not there: expected a Python file, or a folder",
+            "RUN_MODE='mine/absent.py' does not exist: expected a Python file, or a folder",
         ),
     ],
 )
@@ -160,23 +163,23 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_whatever_stands_in_all_variables_is_refused_in_a_sentence_each(mode: str) -> None:
-    """None longer than a few lines, and all of them of letters that a terminal can show."""
+def test_hostile_values_are_refused_with_one_sentence_each(mode: str) -> None:
+    """Each sentence has at most a few lines, and only characters that a terminal can show."""
     names = {*aliases(Config), *aliases(declared(mode))} - {"RUN_MODE"}
     for value in HOSTILE:
-        told = faults(**{"RUN_MODE": mode} | dict.fromkeys(names, value))
-        assert all(fault.encode().decode().isprintable() and len(fault) < 400 for fault in told), value
-        about = [name for name in names if any(fault.startswith(f"{name}=") for fault in told)]
-        assert len(told) == len(about), value
+        found = faults(**{"RUN_MODE": mode} | dict.fromkeys(names, value))
+        assert all(fault.encode().decode().isprintable() and len(fault) < 400 for fault in found), value
+        about = [name for name in names if any(fault.startswith(f"{name}=") for fault in found)]
+        assert len(found) == len(about), value
 
 
 @pytest.mark.parametrize("value", [NOT_UTF8, "a\nb", "a\x1b[2Jb", "\u202etxt"])
 @pytest.mark.parametrize("name", ["LAB_RUNS_DIR", "LAB_STEPS", "LAB_VARIANT", "RUN_MODE"])
-def test_what_no_terminal_shows_is_refused_everywhere(name: str, value: str) -> None:
+def test_unprintable_values_are_refused(name: str, value: str) -> None:
     assert faults(**{name: value}) == [f"{name}={value!r} is not printable text in UTF-8"]
 
 
-def test_a_name_that_no_terminal_shows_is_escaped() -> None:
+def test_an_unprintable_name_is_escaped() -> None:
     assert faults(**{f"LAB_{NOT_UTF8}": "1"})[0].startswith(r"'LAB_\udcff\udcfe' is not a variable of the lab")
 
 
@@ -189,11 +192,11 @@ def test_a_name_that_no_terminal_shows_is_escaped() -> None:
         ({"LAB_WIDTH": "9" * 5000}, f"LAB_WIDTH='{'9' * 120}...' (5000 letters) is out of range"),
         ({"LAB_RUN_ID": "x" * 256}, "is too long for the name of a folder: allowed are up to 200 bytes"),
         ({"MASTER_ADDR": "x" * 64, "RANK": "0"}, "is not the name or the address of a host"),
-        ({"RUN_MODE": "/" + "x" * 6000}, "is not there: expected a Python file"),
+        ({"RUN_MODE": "/" + "x" * 6000}, "does not exist: expected a Python file"),
         ({"LAB_SLOW_RANK": "9" * 5000 + ":1"}, "is not a rank and its share of speed"),
     ],
 )
-def test_values_that_nothing_can_hold_are_refused(environ: dict[str, str], words: str) -> None:
+def test_values_out_of_every_range_are_refused(environ: dict[str, str], words: str) -> None:
     found = faults(**environ)
     assert len(found) == 1
     assert words in found[0]
@@ -201,29 +204,29 @@ def test_values_that_nothing_can_hold_are_refused(environ: dict[str, str], words
 
 def test_a_mode_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
-    assert "is not there" in faults(RUN_MODE=str(tmp_path / "pipe.py"))[0]
+    assert "does not exist" in faults(RUN_MODE=str(tmp_path / "pipe.py"))[0]
 
 
-def test_some_modes_have_sizes_of_their_own_unless_they_are_set() -> None:
+def test_a_modes_default_sizes_apply_unless_set() -> None:
     config = Config.read({"RUN_MODE": "compress", "LAB_DEPTH": "3"})
     assert (config.width, config.depth) == (64, 3)
     assert config.environ() == {"RUN_MODE": "compress", "LAB_DEPTH": "3"}
     assert Config.read({"RUN_MODE": "dp"}).width == 128
 
 
-def test_only_the_rank_that_is_named_is_slow() -> None:
+def test_only_the_named_rank_is_slow() -> None:
     slow = [Config.read(RANK_OF_FOUR | {"RANK": rank, "LAB_SLOW_RANK": "1:0.25"}).slowed_to for rank in "0123"]
     assert slow == [1.0, 0.25, 1.0, 1.0]
 
 
-def test_all_faults_are_told_at_once() -> None:
-    told = faults(WORLD_SIZ="3", LAB_STEPZ="4")
-    assert [sentence.split(" ", 1)[0] for sentence in told] == ["LAB_STEPZ", "WORLD_SIZ"]
+def test_all_faults_are_reported_at_once() -> None:
+    found = faults(WORLD_SIZ="3", LAB_STEPZ="4")
+    assert [sentence.split(" ", 1)[0] for sentence in found] == ["LAB_STEPZ", "WORLD_SIZ"]
     assert len(faults(WORLD_SIZE="9", RUN_MODE="tpp", LAB_STEP="5", LAB_MODEL="gtp", LAB_SEED="-1")) == 5
 
 
-def test_a_large_world_is_an_engines() -> None:
-    """Which sets RANK, and is not the Compose file."""
+def test_a_large_world_needs_a_launcher() -> None:
+    """Only a launcher that sets RANK, other than the Compose file, may start more than eight ranks."""
     rank = {"RANK": "63", "WORLD_SIZE": "64", "MASTER_ADDR": "node0"}
     assert Config.read(rank).world_size == 64
     assert faults(**rank | {"WORLD_SIZE": "1025"}) == ["WORLD_SIZE='1025' is out of range: expected 1 to 1024"]
@@ -238,7 +241,7 @@ def test_the_settings_cannot_be_changed() -> None:
 
 
 def test_the_table_names_every_variable_once() -> None:
-    """Those of all modes too."""
+    """The variables of each mode too."""
     names = [row.split("`")[1] for row in table().splitlines() if row.startswith("| `")]
     own = [alias for mode in modes() for alias in aliases(declared(mode))]
     assert names == [*aliases(Config), *own]
@@ -261,14 +264,14 @@ class Options(ModeOptions):
 
 @pytest.fixture
 def lesson(tmp_path: Path) -> str:
-    """The path of a mode from outside, which has sizes and variables of its own."""
+    """The path of a mode outside of experiments/, with its own sizes and variables."""
     (tmp_path / "fast").mkdir()
     (tmp_path / "fast" / "__init__.py").write_text("import torch_is_not_imported_for_this")
     (tmp_path / "fast" / "options.py").write_text(OPTIONS)
     return str(tmp_path / "fast")
 
 
-def test_a_lesson_from_outside_has_variables_and_sizes_of_its_own(lesson: str) -> None:
+def test_a_lesson_elsewhere_has_its_own_variables_and_sizes(lesson: str) -> None:
     config = Config.read({"RUN_MODE": lesson, "LAB_SPEED": "3", "LAB_KEEP": "0", "LAB_STEPS": "9"})
     assert (config.width, config.steps, config.mode_name) == (24, 9, "fast")
     own: Any = config.options
@@ -278,7 +281,7 @@ def test_a_lesson_from_outside_has_variables_and_sizes_of_its_own(lesson: str) -
     assert config.written()["LAB_KIND"] == "a"
 
 
-def test_what_a_lessons_own_class_says_has_its_type_there(lesson: str) -> None:
+def test_a_lessons_own_class_types_its_variables(lesson: str) -> None:
     class Options(ModeOptions):
         speed: float = Field(2.5, alias="LAB_SPEED")
         kind: str = Field("a", alias="LAB_KIND")
@@ -304,7 +307,7 @@ def test_a_lessons_own_variables_are_checked_like_all_others(
     assert faults(RUN_MODE=lesson, **environ) == [sentence]
 
 
-def test_a_lesson_finds_the_options_that_were_read(lesson: str) -> None:
+def test_a_lesson_gets_the_options_that_were_read(lesson: str) -> None:
     kind = type(Config.read({"RUN_MODE": lesson}).options)
     assert declared(lesson) is kind and sys.modules["fast.options"].Options is kind
     assert pickle.loads(pickle.dumps(Config.read({"RUN_MODE": "moe", "LAB_TOP_K": "1"}))).options.top_k == 1
@@ -319,15 +322,15 @@ def test_options_that_cannot_be_imported_are_refused(lesson: str, options: str, 
     assert sentence.startswith(f"RUN_MODE={lesson!r} has an options.py that cannot be imported: {why}")
 
 
-def test_a_lesson_that_is_no_python_is_left_to_its_import(tmp_path: Path) -> None:
+def test_a_lesson_with_a_syntax_error_fails_at_its_import(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("class Options(\n")
     assert Config.read({"RUN_MODE": str(tmp_path / "broken.py")}).mode_name == "broken"
     assert faults(RUN_MODE=str(tmp_path / "broken-name.py"))[0].endswith(
-        "is not there: expected a Python file, or a folder with __init__.py in it"
+        "does not exist: expected a Python file, or a folder with __init__.py in it"
     )
 
 
-def test_the_compose_file_passes_on_what_the_table_names() -> None:
+def test_the_compose_file_passes_on_the_variables_of_the_table() -> None:
     assert [line.strip(" :") for line in compose_lines().splitlines()[1:-1]] == [
         name for name in names() if name not in NOT_PASSED_ON
     ]
@@ -348,19 +351,23 @@ def test_a_compose_file_is_written_between_its_two_comments(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "said"),
+    ("variables", "code", "output"),
     [({"LAB_STEPS": "3"}, 0, ""), ({"LAB_STEP": "3", "WORLD_SIZE": "9"}, 2, "refused    LAB_STEP is not a variable of the lab")],
     ids=["fine", "refused"],
 )  # fmt: skip
 def test_a_check_starts_no_rank(
-    variables: dict[str, str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    code: int,
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["--check"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(variables) if code else not lines
-    assert not said or lines[0].startswith(said)
+    assert not output or lines[0].startswith(output)
 
 
 def test_the_modes_are_the_files_of_experiments() -> None:
@@ -383,10 +390,10 @@ def test_two_runs_of_one_second_have_two_names(tmp_path: Path, monkeypatch: pyte
         names.append(settings.claim_run_id(tmp_path / "runs", "dp"))
     assert names == ["dp-20261126-221257", "dp-20261126-221257-2", "dp-20261126-221257-3"]
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    assert settings.claim_run_id(tmp_path / "nowhere", "dp") == names[0]  # whose folder nobody can make
+    assert settings.claim_run_id(tmp_path / "nowhere", "dp") == names[0]  # a folder that cannot be made
 
 
-def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_start_together_have_different_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab.lab.config.settings.time.strftime", lambda _: "20261126-221257")
     for attempt in range(20):
         begin = threading.Barrier(8)
@@ -399,7 +406,7 @@ def test_runs_that_begin_at_once_have_names_of_their_own(tmp_path: Path, monkeyp
             assert len(set(pool.map(claimed, range(8)))) == 8
 
 
-# What real machines have in their environments, near the names of the lab and far from them.
+# Variables of real machines, with names similar to the lab's and others.
 OF_OTHERS = """
     PATH HOME HOSTNAME SHELL LANG TERM USER PWD TZ EDITOR HOST PORT ADDR SIZE MODE MODEL TEXT STEPS SEED BATCH DEVICE RUN
     RANK_ID RANKS RANKING NRANKS NODE_RANK NODERANK GROUP_RANK ROLE_RANK LOCAL_RANKS GLOBAL_RANK PMI_RANK PMIX_RANK
@@ -415,7 +422,7 @@ OF_OTHERS = """
 
 
 @pytest.mark.parametrize(
-    ("name", "slip"),
+    ("name", "typo"),
     [
         ("RUN_MODE", "RUN_MDOE"), ("RUN_MODE", "URN_MODE"), ("RUN_MODE", "RUNMODE"), ("RUN_MODE", "RUN_MOD"),
         ("RUN_MODE", "RUN_MMODE"), ("RUN_MODE", "RUN_MODDE"), ("RUN_MODE", "RUN_MODEE"), ("RUN_MODE", "RUN_NODE"),
@@ -424,20 +431,20 @@ OF_OTHERS = """
         ("LAB_WIDTH", "LBA_WIDTH"), ("LAB_WIDTH", "LAV_WIDTH"), ("LAB_WIDTH", "LABWIDTH"),
     ],
 )  # fmt: skip
-def test_one_slip_of_the_fingers_is_refused_with_all_else(name: str, slip: str) -> None:
-    told = faults(LAB_STEPS="x", **{slip: "2"})
-    assert told == [
-        f"{slip} is not a variable of the lab (did you mean {name!r}?)",
+def test_a_typing_error_is_refused_with_all_other_faults(name: str, typo: str) -> None:
+    found = faults(LAB_STEPS="x", **{typo: "2"})
+    assert found == [
+        f"{typo} is not a variable of the lab (did you mean {name!r}?)",
         "LAB_STEPS='x' is not a whole number",
     ]
 
 
-def test_every_slip_in_every_name_is_refused_and_no_variable_of_others() -> None:
+def test_every_typing_error_is_refused_and_no_foreign_variable() -> None:
     known = {**aliases(Config), **aliases(declared("dp"))}
     for name in known:
         swapped = {name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in range(len(name) - 1)} - {name}
         left_out = {name[:at] + name[at + 1 :] for at in range(len(name))}
         doubled = {name[:at] + name[at] + name[at:] for at in range(len(name))}
-        slipped = (swapped | left_out | doubled) - known.keys()
-        assert len(faults(**dict.fromkeys(slipped, "2"))) == len(slipped)
+        typos = (swapped | left_out | doubled) - known.keys()
+        assert len(faults(**dict.fromkeys(typos, "2"))) == len(typos)
     Config.read(dict.fromkeys(OF_OTHERS, "2"))

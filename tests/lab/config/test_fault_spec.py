@@ -1,4 +1,4 @@
-"""LAB_FAULTS as plain data: what an entry says, what LAB_SEED draws, and a sentence for all else."""
+"""Parse LAB_FAULTS: the fields of an entry, the ranks that LAB_SEED draws, and an error for invalid entries."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from distlab.lab.config import Config, ConfigError
 from distlab.lab.config.fault_spec import FaultSpec, parse_faults, planned
 
 pytestmark = pytest.mark.timeout(60)
-GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
+SETTINGS = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
 
 
 @pytest.mark.parametrize(
@@ -22,52 +22,52 @@ GIVEN = {"RUN_MODE": "dp", "WORLD_SIZE": "4", "LAB_STEPS": "20"}
         ("full_disk@step3", {"kind": "full_disk", "step": 3}),
     ],
 )
-def test_an_entry_is_what_it_says(text: str, fields: dict[str, object]) -> None:
+def test_an_entry_is_parsed_into_its_fields(text: str, fields: dict[str, object]) -> None:
     assert parse_faults(text) == ([FaultSpec(text, **fields)], [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("kil@step1", "did you mean 'kill'?"),
-        ("kill", "needs one moment"),
-        ("kill:1/3s", "comes again and again no more (1/3s), allowed: one moment, @step5 or @12s"),
-        ("kill:1s@step1", "says '1s', allowed: rank0"),
-        ("kill@5", "no moment and no time"),
-        ("kill@0s", "no moment and no time"),
-        ("kill:rank1:rank2@step1", "says its rank twice"),
-        ("flip:gradient@step3", "flips no bit any more: LAB_AUDIT_EVERY=1 with a LAB_BUG"),
-        ("corrupt_checkpoint@step5", "damages no checkpoint any more: change a byte"),
-        ("full_disk@3s", "comes as a step begins"),
-        ("slow_link@step3", "expected 10mbit"),
+        ("kill", "needs a time"),
+        ("kill:1/3s", "can no longer repeat (1/3s): use one time, @step5 or @12s"),
+        ("kill:1s@step1", "has argument '1s', allowed: rank0"),
+        ("kill@5", "which is no time"),
+        ("kill@0s", "which is no time"),
+        ("kill:rank1:rank2@step1", "has more than one rank"),
+        ("flip:gradient@step3", "was removed: LAB_AUDIT_EVERY=1 with a LAB_BUG"),
+        ("corrupt_checkpoint@step5", "was removed: change a byte"),
+        ("full_disk@3s", "can only occur at the start of a step"),
+        ("slow_link@step3", "such as 10mbit"),
         ("slow_link:5ms@step3", "LAB_NET_DELAY with compose/net.yaml"),
         ("slow_link:0mbit@step3", "would let nothing through"),
         ("slow_rank:1.5@step3", "allowed: rank0, 0.5"),
-        ("cut:out:1s@step1", "leave its duration out"),
+        ("cut:out:1s@step1", "has no duration, leave it out"),
         ("kill:rank4@step1", "allowed: rank0 to rank3"),
         ("kill@step20", "allowed: step0 to step19"),
     ],
 )
-def test_what_is_none_is_refused_in_a_sentence(text: str, said: str) -> None:
+def test_an_invalid_entry_is_refused_in_a_sentence(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Config.read(GIVEN | {"LAB_FAULTS": text})
+        Config.read(SETTINGS | {"LAB_FAULTS": text})
     (fault,) = refused.value.faults
     assert fault.startswith(f"LAB_FAULTS='{text}' ")
-    assert said in fault
+    assert words in fault
 
 
-def test_all_faults_are_refused_at_once_beside_those_of_other_variables() -> None:
+def test_all_faults_of_entries_and_variables_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        Config.read(GIVEN | {"LAB_FAULTS": "kil@step1, kill,pause@5", "LAB_AUDIT_EVERY": "0"})
+        Config.read(SETTINGS | {"LAB_FAULTS": "kil@step1, kill,pause@5", "LAB_AUDIT_EVERY": "0"})
     assert len(refused.value.faults) == 4
 
 
 def test_one_rank_alone_has_no_link() -> None:
-    with pytest.raises(ConfigError, match="needs two ranks"):
-        Config.read(GIVEN | {"WORLD_SIZE": "1", "LAB_FAULTS": "cut@step3"})
+    with pytest.raises(ConfigError, match="needs at least two ranks"):
+        Config.read(SETTINGS | {"WORLD_SIZE": "1", "LAB_FAULTS": "cut@step3"})
 
 
-def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
+def test_a_missing_rank_is_drawn_by_the_seed() -> None:
     entries, _ = parse_faults("kill@step1,pause@2s,kill:rank3@step2")
     drawn = planned(entries, 7, 4)
     assert drawn == planned(entries, 7, 4)
@@ -76,7 +76,7 @@ def test_what_is_left_out_is_drawn_by_the_seed_alone() -> None:
     assert {planned(entries, seed, 4)[0].rank for seed in range(40)} == {0, 1, 2, 3}
 
 
-def test_an_event_has_a_name_that_a_person_reads() -> None:
+def test_an_event_has_a_readable_label() -> None:
     entries, _ = parse_faults(
         "kill:rank2@step5,pause:rank1:1s@4s,full_disk:rank0@step3,cut:in:rank1@2s,slow_rank:rank0:0.5@step1"
     )
@@ -84,6 +84,6 @@ def test_an_event_has_a_name_that_a_person_reads() -> None:
         "kill rank 2 at step 5",
         "pause rank 1 for 1 s after 4.0 s",
         "fill the disk of rank 0 at step 3",
-        "cut rank 1 from what it hears after 2.0 s",
+        "cut rank 1 (incoming messages) after 2.0 s",
         "slow rank 0 to 0.5 of its speed at step 1",
     ]

@@ -1,6 +1,6 @@
-"""Every engine's names for a rank, as they stand in its environment: what is taken, and what is refused in a sentence.
+"""Read a rank from the variables of each launcher, and refuse variables that are missing or contradict each other.
 
-Three worlds of one rank each would pass side by side, which is why nothing here is let through in silence.
+If they were ignored, three runs of one rank each could start in place of one run of three ranks, and all would pass.
 """
 
 import socket
@@ -49,21 +49,21 @@ def test_what_started_a_rank(environ: dict[str, str], program: str, command: str
     ],
     ids=["slurm", "skypilot", "dstack", "mapped by hand"],
 )  # fmt: skip
-def test_an_engines_names_are_taken(environ: dict[str, str], wanted: dict[str, str]) -> None:
+def test_a_launchers_variables_are_read(environ: dict[str, str], wanted: dict[str, str]) -> None:
     found = read_launcher(environ)
     assert found.faults == ()
     assert wanted.items() <= found.variables.items()
     assert f"rank {found.variables['RANK']} by " in found.line
 
 
-def test_all_tasks_of_a_step_draw_one_port_and_another_step_another() -> None:
+def test_each_step_of_a_job_has_its_own_port() -> None:
     ports = {read_launcher(SLURM | {"SLURM_PROCID": str(rank)}).variables["MASTER_PORT"] for rank in range(6)}
     (port,) = ports
     assert 20_000 <= int(port) < 32_768
     assert read_launcher(SLURM | {"SLURM_STEP_ID": "1"}).variables["MASTER_PORT"] != port
 
 
-def test_pods_of_an_indexed_job_find_pod_0_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_of_an_indexed_job_find_pod_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-2.ranks.default.svc.cluster.local")
     found = read_launcher({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}).variables
     assert (found["RANK"], found["MASTER_ADDR"]) == ("2", "train-0.ranks.default.svc.cluster.local")
@@ -107,8 +107,8 @@ def test_what_does_not_fit_is_refused(environ: dict[str, str], words: list[str])
     found = read_launcher(environ)
     assert found.variables == {}
     assert len(found.faults) == len(words)
-    for fault, said in zip(found.faults, words, strict=True):
-        assert said in fault
+    for fault, word in zip(found.faults, words, strict=True):
+        assert word in fault
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused(environ: dict[str, str], words: list[str])
     ],
     ids=["nothing", "compose", "local", "torchrun in slurm", "mpi set by hand", "one of mpi", "one task", "one node"],
 )  # fmt: skip
-def test_where_no_engine_starts_several_ranks_nothing_is_changed(environ: dict[str, str]) -> None:
+def test_without_a_launcher_of_several_ranks_nothing_changes(environ: dict[str, str]) -> None:
     assert read_launcher(environ) == ({}, "", ())
 
 
@@ -142,7 +142,7 @@ def test_tasks_of_a_node(text: str, most: str) -> None:
 
 
 def test_a_batch_script_that_starts_ranks_without_srun_is_refused(tmp_path: Path) -> None:
-    """It ended with 0 and a world a process before."""
+    """Once each process was a run of its own, and the script ended with 0."""
     environ = {name: SLURM[name] for name in SLURM if name != "SLURM_STEP_ID"} | {"LAB_RUNS_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "workers"], env=environ, capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""A user's code that ends the process, or that stands, before the ranks watch each other and after."""
+"""A user's code that ends the process or hangs, before the ranks watch each other and after."""
 
 import os
 import runpy
@@ -29,7 +29,7 @@ ENDINGS = [
     ("os._exit(0)", "os._exit(0)"),
     ("os.abort()", "os.abort()"),
     ("os.execv('/bin/true', ['true'])", "os.execv()"),
-    ("os.execlp('true', 'true')", "os.execv()"),  # by way of os.py
+    ("os.execlp('true', 'true')", "os.execv()"),  # os.execlp calls execv
 ]
 
 
@@ -40,13 +40,13 @@ def written(folder: Path, line: str) -> str:
 
 
 @pytest.mark.parametrize(("line", "call"), ENDINGS)
-def test_who_ends_the_process_is_refused_with_the_call_and_its_line(line: str, call: str, tmp_path: Path) -> None:
+def test_code_that_ends_the_process_is_refused_with_its_line(line: str, call: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused, refusing_exits(30, ConfigError):
         runpy.run_path(written(tmp_path, line))
     assert f"by {call}" in str(refused.value) and " at theirs.py:2, " in str(refused.value)
 
 
-def test_so_is_who_raises_the_interrupt_of_ctrl_c(tmp_path: Path) -> None:
+def test_code_that_raises_keyboard_interrupt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"raised KeyboardInterrupt at theirs\.py:2"), refusing_exits(30, ConfigError):  # fmt: skip
         runpy.run_path(written(tmp_path, "raise KeyboardInterrupt"))
 
@@ -62,12 +62,12 @@ def test_ctrl_c_stays_ctrl_c(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_else_is_raised_stays_as_it_is(tmp_path: Path) -> None:
+def test_other_exceptions_pass_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="theirs"), refusing_exits(30, ConfigError):
         runpy.run_path(written(tmp_path, "raise ValueError('theirs')"))
 
 
-def test_a_forked_child_and_a_library_end_as_they_like(tmp_path: Path) -> None:
+def test_a_forked_child_and_a_library_may_exit(tmp_path: Path) -> None:
     observe_exits(raise_exited)
     with exits_raised():
         runpy.run_path(
@@ -86,15 +86,13 @@ def test_an_exit_that_is_raised_keeps_its_traceback(tmp_path: Path) -> None:
     assert raised.traceback[-1].path == tmp_path / "theirs.py"
 
 
-def test_who_stands_is_told_with_the_line_and_who_is_done_is_not(tmp_path: Path) -> None:
+def test_code_that_hangs_is_reported_with_its_line(tmp_path: Path) -> None:
     late: list[str] = []
     with bounded(0.2, late.append):
-        time.sleep(0.5)  # in this test, which is no line of what is bounded
+        time.sleep(0.5)  # in a line of this test, not of the user's code
         assert late == []
         runpy.run_path(written(tmp_path, "time.sleep(1.5)"))
-    assert late == [
-        "the file still stands at theirs.py:2 after 0.2 s (LAB_JOIN_TIMEOUT_S), before its ranks have begun"
-    ]
+    assert late == ["the file still runs at theirs.py:2 after 0.2 s (LAB_JOIN_TIMEOUT_S), so its ranks cannot start"]
 
 
 LESSON = """{line}
@@ -107,12 +105,12 @@ MODE = Mode(variants=(Variant("one"),))
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("import time; time.sleep(600)", "still stands at {place}:1 after 2 s"),
+        ("import time; time.sleep(600)", "still runs at {place}:1 after 2 s"),
         ("raise SystemExit", "ended the process by sys.exit() at {place}:1"),
     ],
 )
 @pytest.mark.parametrize("place", ["mode.py", "options.py", "model.py", "wave.py"])
-def test_no_file_ends_or_holds_a_run_in_silence(place: str, line: str, words: str, tmp_path: Path) -> None:
+def test_no_file_can_end_or_stop_a_run_silently(place: str, line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "__init__.py").write_text(LESSON.format(line=""))
     for file in (tmp_path / "mode.py", tmp_path / "folder" / "options.py", tmp_path / "model.py", tmp_path / "wave.py"):

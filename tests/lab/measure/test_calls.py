@@ -1,4 +1,4 @@
-"""The dispatch mode sees each call once, whoever makes it, and knows its bytes and its axis."""
+"""The dispatch mode counts each call once, from any caller, with its bytes and its axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Counts = dict[str, tuple[int, int, float]]  # operation: (calls, raw bytes, call
 
 
 def counted(function: Callable[[], object]) -> Counts:
-    """What one call of `function` shows."""
+    """Return the counts of one call of `function`."""
     with Calls() as calls:
         function()
     return {entry.op: (entry.calls, entry.raw_bytes, entry.called_bytes) for entry in calls.ops()}
@@ -60,7 +60,7 @@ def every_operation(group: dist.ProcessGroup) -> dict[str, Counts]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_operation_is_seen_once(ranks: Ranks, world_size: int) -> None:
+def test_every_operation_is_counted_once(ranks: Ranks, world_size: int) -> None:
     part, whole, share = 24, world_size * 24, (world_size - 1) / world_size
     for rank, seen in enumerate(ranks(world_size, every_operation)):
         root = rank == 1
@@ -83,15 +83,15 @@ def test_every_operation_is_seen_once(ranks: Ranks, world_size: int) -> None:
 
 
 def uneven(group: dist.ProcessGroup) -> list[Counts]:
-    """Rank r gives rank o 1 + r + 2·o rows of 3 numbers: as one tensor, and as a functional collective. Of a list gloo
-    takes equal parts alone."""
+    """Send 1 + r + 2·o rows of 3 numbers from rank r to rank o: as one tensor, and as a functional collective. gloo
+    supports lists only with equal parts."""
     size, rank = group.size(), group.rank()
-    given, taken = ([1 + rank + 2 * o for o in range(size)], [1 + o + 2 * rank for o in range(size)])
-    tensor = torch.ones(sum(given), 3)
-    place = torch.empty(sum(taken), 3)
+    rows_sent, rows_received = ([1 + rank + 2 * o for o in range(size)], [1 + o + 2 * rank for o in range(size)])
+    tensor = torch.ones(sum(rows_sent), 3)
+    place = torch.empty(sum(rows_received), 3)
     return [
-        counted(lambda: dist.all_to_all_single(place, tensor, taken, given, group=group)),
-        counted(lambda: functional.all_to_all_single(tensor, taken, given, group)),
+        counted(lambda: dist.all_to_all_single(place, tensor, rows_received, rows_sent, group=group)),
+        counted(lambda: functional.all_to_all_single(tensor, rows_received, rows_sent, group)),
     ]
 
 
@@ -110,7 +110,7 @@ def in_the_backward_pass(group: dist.ProcessGroup) -> Counts:
     return counted(lambda: layer(torch.ones(1, 8)).sum().backward())
 
 
-def test_calls_from_hooks_are_seen(ranks: Ranks) -> None:
+def test_calls_from_hooks_are_counted(ranks: Ranks) -> None:
     assert ranks(2, in_the_backward_pass) == [{"all_reduce": (2, 288, 288.0)}] * 2
 
 
@@ -119,7 +119,7 @@ def by_ddp(group: dist.ProcessGroup) -> list[Counts]:
     return [counted(lambda: replica(torch.ones(1, 8)).sum().backward()) for _ in range(3)]
 
 
-def test_calls_of_ddp_are_seen(ranks: Ranks) -> None:
+def test_calls_of_ddp_are_counted(ranks: Ranks) -> None:
     for steps in ranks(3, by_ddp):
         assert steps[2] == {"all_reduce": (1, 288, pytest.approx(288 * 4 / 3))}
 
@@ -130,7 +130,7 @@ def by_fully_shard(group: dist.ProcessGroup) -> Counts:
     return counted(lambda: model(torch.ones(1, 8)).sum().backward())
 
 
-def test_calls_of_fully_shard_are_seen(ranks: Ranks) -> None:
+def test_calls_of_fully_shard_are_counted(ranks: Ranks) -> None:
     # The root unit is not resharded after forward: one all_gather.
     assert ranks(2, by_fully_shard) == [{"all_gather": (1, 256, 128.0), "reduce_scatter": (1, 256, 128.0)}] * 2
 
@@ -140,7 +140,7 @@ def of_dtensor(group: dist.ProcessGroup) -> tuple[Counts, Counts]:
     return counted(lambda: (sharded.sum() * 2).full_tensor()), counted(sharded.full_tensor)
 
 
-def test_functional_collectives_of_dtensor_are_seen(ranks: Ranks) -> None:
+def test_functional_collectives_of_dtensor_are_counted(ranks: Ranks) -> None:
     assert ranks(2, of_dtensor) == [({"all_reduce": (1, 4, 4.0)}, {"all_gather": (1, 64, 32.0)})] * 2
 
 
@@ -153,7 +153,7 @@ def axes(group: dist.ProcessGroup) -> tuple[list[str], str]:
     return [entry.axis for entry in calls.ops()], group.group_name
 
 
-def test_calls_are_told_apart_by_axis(ranks: Ranks) -> None:
+def test_calls_are_counted_by_axis(ranks: Ranks) -> None:
     for seen, own_name in ranks(8, axes):
         assert seen == ["dp", "pp", "world", "mine", own_name]
 
@@ -166,5 +166,5 @@ def outside(group: dist.ProcessGroup) -> list[CalledOp]:
     return seen
 
 
-def test_what_is_called_outside_is_not_seen(ranks: Ranks) -> None:
+def test_calls_outside_of_the_block_are_not_counted(ranks: Ranks) -> None:
     assert ranks(2, outside) == [[], []]

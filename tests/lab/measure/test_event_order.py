@@ -1,4 +1,4 @@
-"""The order of a step: passes, layers, gradients and memory, as they came; calls are seen in tests/experiments."""
+"""The order of events in a step: passes, layers, gradients and memory. tests/experiments has tests of calls."""
 
 import time
 
@@ -12,11 +12,12 @@ from distlab.lab.measure.memory import MemoryLedger
 from distlab.techniques.collectives.phases import listening, phase
 from distlab.techniques.collectives.point_to_point import Peers, Pending
 from distlab.techniques.collectives.ring import all_reduce
+from distlab.techniques.transport.process_group import TcpBackend
 from tests.warm_ranks import Ranks
 
 
 def recorded(net: nn.Sequential) -> Order:
-    """A step of two layers."""
+    """Return the order of one step of two layers."""
     order = Order(dict(enumerate(net)))
     with MemoryLedger() as memory, memory.step(order), listening(order.mark):
         with phase("forward", "0"):
@@ -26,7 +27,7 @@ def recorded(net: nn.Sequential) -> Order:
     return order
 
 
-def test_passes_layers_and_gradients_come_in_their_order() -> None:
+def test_passes_layers_and_gradients_are_recorded_in_order() -> None:
     order = recorded(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
     assert [(event.what, event.name, event.label) for event in order.events][:6] == [
         ("begin", "forward", "0"), ("begin", "layer", "0"), ("end", "layer", "0"),
@@ -39,7 +40,7 @@ def test_passes_layers_and_gradients_come_in_their_order() -> None:
     assert order.events[-1] == ("end", "backward", "0", 0, frozenset())
 
 
-def test_gradients_are_known_by_the_memory_that_they_lie_in() -> None:
+def test_gradients_are_identified_by_their_storage() -> None:
     first = nn.Linear(3, 4)
     order = recorded(nn.Sequential(first, nn.Linear(4, 1)))
     assert set(order.gradients) == {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -56,7 +57,7 @@ def test_a_shared_weight_has_the_name_of_its_first_layer() -> None:
     assert [event.label for event in order.events if event.what == "gradient"] == ["0.weight"]
 
 
-def test_weights_that_come_and_go_are_seen_and_other_memory_is_not() -> None:
+def test_resized_weights_are_recorded_and_other_memory_is_not() -> None:
     layer = nn.Linear(3, 4)
     order = Order({0: layer})
     other = torch.ones(5)
@@ -69,13 +70,13 @@ def test_weights_that_come_and_go_are_seen_and_other_memory_is_not() -> None:
     assert {next(iter(event.storages)) for event in order.events} == {order.weights["0.weight"]}
 
 
-# What is sent in a step is seen whoever sends it, with its ranks, its bytes and its end; and nobody stays behind.
+# Every message of a step is recorded, from any sender, with its ranks, its bytes and its end.
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def seen(group: dist.ProcessGroup) -> list[Message]:
-    """An all_reduce of torch's, a send around the ring, an all_gather, a barrier; and one more that nobody records."""
+def recorded_messages(group: dist.ProcessGroup) -> list[Message]:
+    """Record torch's all_reduce, a send around the ring, an all_gather and a barrier; a later call is not recorded."""
     tensor, peers = torch.ones(3, dtype=torch.float64), Peers(group)
     messages = Messages()
     with messages.recorded():
@@ -92,7 +93,7 @@ def seen(group: dist.ProcessGroup) -> list[Message]:
 
 
 def test_each_call_has_its_ranks_its_bytes_and_its_end(ranks: Ranks) -> None:
-    for rank, found in enumerate(ranks(3, seen)):
+    for rank, found in enumerate(ranks(3, recorded_messages)):
         by_op = {message.op: message for message in found}
         assert [message.op for message in found] == ["all_reduce", "recv", "send", "all_gather"]
         assert by_op["all_reduce"].ranks == by_op["all_gather"].ranks == (0, 1, 2)
@@ -100,28 +101,51 @@ def test_each_call_has_its_ranks_its_bytes_and_its_end(ranks: Ranks) -> None:
         assert [round(message.sent_bytes) for message in found] == [32, 0, 24, 48]  # 2(N-1)/N of 24, 24, 2/3 of 72
         assert (by_op["send"].tag, by_op["recv"].nbytes, by_op["all_gather"].nbytes) == (5, 24, 72)
         assert all(message.start_s <= message.end_s for message in found)
-        assert by_op["recv"].end_s - by_op["recv"].start_s >= 0.02  # it was over when it was waited for
+        assert by_op["recv"].end_s - by_op["recv"].start_s >= 0.02  # its end is the end of its wait
+
+
+def awaited_over_tcp(group: dist.ProcessGroup) -> tuple[float, float]:
+    """Return the recorded seconds of an all_reduce over plain TCP, and those until its wait has returned."""
+    if not hasattr(dist.Backend, "TCP"):
+        TcpBackend("127.0.0.1", b"the key").register()
+    ranks = dist.get_process_group_ranks(group)
+    over_tcp = dist.new_group(ranks, backend="tcp", use_local_synchronization=True)
+    messages = Messages()
+    with messages.recorded():
+        began = time.perf_counter()
+        dist.all_reduce(torch.ones(3), group=over_tcp, async_op=True).wait()
+        waited = time.perf_counter() - began
+        messages.record_ends()
+        time.sleep(0.5)
+    return messages.found[0].end_s - messages.found[0].start_s, waited
+
+
+def test_a_call_over_tcp_ends_with_its_work_and_not_with_the_block(ranks: Ranks) -> None:
+    for recorded_s, waited_s in ranks(2, awaited_over_tcp):
+        assert recorded_s < waited_s + 0.25
 
 
 def rings(group: dist.ProcessGroup) -> tuple[int, float]:
-    """How many bytes a ring sends by messages of its own."""
+    """Return the number of messages of a hand-written ring, and their bytes."""
     tensor, messages = torch.ones(1000), Messages()
     with messages.recorded():
         Pending(all_reduce(Peers(group), tensor)).wait()
     return len(messages.found), sum(message.sent_bytes for message in messages.found)
 
 
-def test_a_ring_by_hand_is_its_messages(ranks: Ranks) -> None:
+def test_a_hand_written_ring_is_recorded_as_its_messages(ranks: Ranks) -> None:
     for number, nbytes in ranks(3, rings):
         assert number == 2 * 2 * 2  # a send and a receive in each of 2(N-1) rounds
         assert nbytes == pytest.approx(2 * 2 / 3 * 4000, rel=0.01)
 
 
 def uneven(group: dist.ProcessGroup) -> list[Message]:
-    """Rank r gives rank o 1 + 2·o rows of 3 numbers."""
-    given, taken = [1, 3, 5], [1 + 2 * group.rank()] * 3
+    """Send 1 + 2·o rows of 3 numbers from each rank to rank o."""
+    rows_sent, rows_received = [1, 3, 5], [1 + 2 * group.rank()] * 3
     with Messages().recorded() as messages:
-        dist.all_to_all_single(torch.empty(sum(taken), 3), torch.ones(9, 3), taken, given, group=group)
+        dist.all_to_all_single(
+            torch.empty(sum(rows_received), 3), torch.ones(9, 3), rows_received, rows_sent, group=group
+        )
     return messages.found
 
 

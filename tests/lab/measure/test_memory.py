@@ -1,4 +1,4 @@
-"""The ledger: each byte in its class, at rest and at the peak, and beside it what the process counts."""
+"""The memory ledger: bytes by class, at rest and at the peak, compared with the system's own count."""
 
 import itertools
 import time
@@ -26,7 +26,7 @@ def small(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def stepped(step: Callable[[], object]) -> MemoryLedger:
-    """The ledger of one step of what was made before it: for tests in which nothing of that matters."""
+    """Return the ledger of one step with objects made before it, for tests in which these do not matter."""
     with MemoryLedger() as memory, SavedActivations(memory.saves), memory.step():
         step()
     return memory
@@ -40,7 +40,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 5) -
 
 
 def most(memory: MemoryLedger) -> dict[str, int]:
-    """The most bytes of each class within the step, each at its own moment."""
+    """Return the peak of each class within the step, each at its own time."""
     return {name: max(held[name] for _, held in memory.history()) for name in CLASSES}
 
 
@@ -79,7 +79,7 @@ def test_the_history_begins_and_ends_at_rest() -> None:
 
 @pytest.mark.parametrize("slow_at", range(0, 33, 8))
 def test_the_line_keeps_the_peak_wherever_the_machine_was_slow(slow_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock of ours: 1 s between two readings, and once 1000 s, which leaves all the rest to one part of the line."""
+    """A fake clock: 1 s between two readings, and once 1000 s, so that all other events fall into one part of the line."""
     with MemoryLedger() as memory:
         model = small()
         optimizer = torch.optim.SGD(model.parameters())
@@ -97,8 +97,8 @@ def test_the_line_keeps_the_peak_wherever_the_machine_was_slow(slow_at: int, mon
         assert totals[-1] >= total(memory.rest)
 
 
-def test_gradients_that_are_used_up_at_once_are_gradients() -> None:
-    """ZeRO-2 consumes them in a hook: nobody ever finds one in `.grad`."""
+def test_gradients_that_a_hook_frees_count_as_gradients() -> None:
+    """ZeRO-2 consumes gradients in a hook, so that `.grad` never has one."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
@@ -107,25 +107,25 @@ def test_gradients_that_are_used_up_at_once_are_gradients() -> None:
     assert memory.rest == dict.fromkeys(CLASSES, 0)
 
 
-def test_rest_waits_for_messages_that_another_thread_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo's does, after the call has returned."""
+def test_rest_waits_until_another_thread_frees_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo's thread does, after the call has returned."""
     with MemoryLedger() as memory, memory.step():
         held, kept = [torch.ones(1000)], [torch.ones(10)]
         memory._storages.add(held[0], COMMUNICATION)
         memory._storages.add(kept[0], COMMUNICATION)
-        monkeypatch.setattr(time, "sleep", lambda _: held.clear())  # whoever waits lets it run
+        monkeypatch.setattr(time, "sleep", lambda _: held.clear())  # the other thread runs during a sleep
     assert memory.rest["communication"] == 4 * 10
 
 
-def test_hearing_of_gradients_leaves_the_memory_and_the_hooks_as_they_were() -> None:
+def test_recording_gradients_changes_neither_memory_nor_hooks() -> None:
     model = small()
-    with MemoryLedger() as heard, heard.step():
+    with MemoryLedger() as recorded, recorded.step():
         model(torch.ones(5, 8)).sum().backward()
     model.zero_grad()
-    with MemoryLedger() as unheard:
+    with MemoryLedger() as unrecorded:
         model(torch.ones(5, 8)).sum().backward()
-    before = heard.peak_bytes - total(heard.peak)
-    assert unheard.peak_bytes - before == total(heard.peak)
+    before = recorded.peak_bytes - total(recorded.peak)
+    assert unrecorded.peak_bytes - before == total(recorded.peak)
     assert all(not parameter._backward_hooks for parameter in model.parameters())
 
     def failing() -> None:
@@ -136,7 +136,7 @@ def test_hearing_of_gradients_leaves_the_memory_and_the_hooks_as_they_were() -> 
     assert all(not parameter._backward_hooks for parameter in model.parameters())
 
 
-def test_what_was_there_before_is_nobodys_and_what_is_left_behind_is_seen() -> None:
+def test_earlier_memory_has_no_class_and_leaks_are_counted() -> None:
     data = torch.zeros(1000)
     kept: list[Tensor] = []
     memory = stepped(lambda: kept.append(data * 2))
@@ -144,7 +144,7 @@ def test_what_was_there_before_is_nobodys_and_what_is_left_behind_is_seen() -> N
     assert stepped(lambda: data * 2).rest == dict.fromkeys(CLASSES, 0)
 
 
-def test_weights_that_come_and_go_are_parameters() -> None:
+def test_resized_weights_are_parameters() -> None:
     with MemoryLedger() as memory:
         whole = torch.zeros(100)
         parameter = nn.Parameter(torch.empty(0))
@@ -183,7 +183,7 @@ def of_communication(group: dist.ProcessGroup) -> list[dict[str, int]]:
     found = []
     with MemoryLedger() as memory:
         bucket = torch.zeros(10)
-        weight.grad = bucket  # of which a real bucket makes many views
+        weight.grad = bucket  # a real bucket has many views
         with memory.step():
             dist.all_reduce(bucket, group=group)
     found.append(memory.rest)
@@ -192,7 +192,7 @@ def of_communication(group: dist.ProcessGroup) -> list[dict[str, int]]:
     return found
 
 
-def test_a_bucket_is_a_gradient_a_message_is_not_and_what_autograd_saved_is_an_activation(ranks: Ranks) -> None:
+def test_buckets_messages_and_saved_tensors_have_their_classes(ranks: Ranks) -> None:
     nothing = dict.fromkeys(CLASSES, 0)
     for bucket, message, saved in ranks(2, of_communication):
         assert bucket == nothing | {"gradients": 40}
@@ -204,7 +204,7 @@ WEIGHTS, INPUTS, BUCKET, MASTERS, MOMENTS, MESSAGE = 512, 512, 896, 640, 768, 11
 
 
 def of_every_class(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int], tuple[int, int]]:
-    """A step that holds so much of each class: bytes at rest, at the peak, and saved for the backward pass."""
+    """Run a step with bytes of every class; return bytes at rest, at the peak, and saved for the backward pass."""
     with MemoryLedger() as memory:
         weight, master = nn.Parameter(torch.zeros(WEIGHTS, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(MASTERS))
         optimizer = torch.optim.SGD([master])
@@ -214,16 +214,16 @@ def of_every_class(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, 
         with SavedActivations(memory.saves) as saved, memory.step():
             dist.all_reduce(message, group=group)
             (weight * inputs * inputs).sum().backward()  # one tensor that is saved twice
-            weight.grad = bucket[:WEIGHTS]  # autograd's own goes
-            message.untyped_storage().resize_(0)  # or the meter would wait for it to be let go
+            weight.grad = bucket[:WEIGHTS]  # replaces autograd's own
+            message.untyped_storage().resize_(0)  # else the ledger would wait until it is freed
             cycle: list[object] = [torch.zeros(64)]
-            cycle.append(cycle)  # gone at rest, and not when the step is over
+            cycle.append(cycle)  # freed at rest, but not yet at the end of the step
             del cycle
     del weight, master, optimizer, inputs, bucket, message
     return memory.rest, memory.peak, (saved.peak_bytes, saved.live_bytes)
 
 
-def test_a_step_that_holds_some_of_every_class(ranks: Ranks) -> None:
+def test_a_step_with_bytes_of_every_class(ranks: Ranks) -> None:
     held = {"parameters": 2 * WEIGHTS, "gradients": 2 * BUCKET, "optimizer": 4 * (MASTERS + MOMENTS)}
     for rest, peak, saved in ranks(2, of_every_class):
         assert saved == (2 * INPUTS, 0)
@@ -236,7 +236,7 @@ def test_a_step_that_holds_some_of_every_class(ranks: Ranks) -> None:
         }  # fmt: skip
 
 
-def test_the_most_bytes_saved_may_come_first() -> None:
+def test_the_peak_of_saved_bytes_may_come_first() -> None:
     with SavedActivations() as saved:
         for length in (INPUTS, INPUTS // 2):
             (nn.Parameter(torch.zeros(length)) * torch.zeros(length)).sum().backward()
@@ -257,7 +257,7 @@ def of_fully_shard(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, 
     return memory.rest, most(memory)
 
 
-def test_fully_shard_holds_a_share_of_each_at_rest(ranks: Ranks) -> None:
+def test_fully_shard_stores_a_shard_of_each_class_at_rest(ranks: Ranks) -> None:
     for rest, highest in ranks(2, of_fully_shard):
         share = 4 * (8 * 64 + 2 * 64 * 64) // 2
         assert {name: rest[name] for name in ("parameters", "gradients")} == {"parameters": share, "gradients": share}
@@ -268,20 +268,20 @@ def test_fully_shard_holds_a_share_of_each_at_rest(ranks: Ranks) -> None:
         assert highest["communication"] > 0
 
 
-# --- and beside it the process's own numbers ---
+# --- compared with the process's own numbers ---
 
 LARGE = 3200 * 3200
 
 
 def of_ten_million(_: dist.ProcessGroup, unseen_bytes: int) -> dict[str, tuple[int, int]]:
-    """A model of 10M parameters with AdamW, 164 MB, and `unseen_bytes` that no tensor holds."""
+    """Train a model of 10M parameters with AdamW, 164 MB, next to `unseen_bytes` outside of tensors."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         model(torch.ones(3, 3200)).sum().backward()
         optimizer.step()
 
-    for size in (32, 3200):  # the first only loads the code that the second runs
+    for size in (32, 3200):  # the first only loads the code
         with MemoryLedger() as memory:
             model = nn.Linear(size, 3200, bias=False) if size == 3200 else nn.Linear(3200, size, bias=False)
             optimizer = torch.optim.AdamW(model.parameters())
@@ -294,24 +294,24 @@ def of_ten_million(_: dist.ProcessGroup, unseen_bytes: int) -> dict[str, tuple[i
     return memory.compared_with_system()
 
 
-# Of 164 MB the process is off by 0.4 (0.2 %): pages, and what Python and the kernels' scratch grew by. 3 % leaves room
-# for a kernel with huge pages of 2 MiB, which a storage may begin and end inside of.
+# The process has 0.4 MB more than the 164 MB of tensors (0.2 %): whole pages, and growth of Python and kernel buffers.
+# 3 % is enough for a kernel with huge pages of 2 MiB, in which a storage may begin and end.
 TOLERANCE = 0.03
 
 
 @pytest.mark.parametrize(("unseen_mib", "agree"), [(0, True), (32, False)])
-def test_the_process_grows_by_what_tensors_hold(ranks: Ranks, unseen_mib: int, agree: bool) -> None:
+def test_the_process_grows_by_the_bytes_of_tensors(ranks: Ranks, unseen_mib: int, agree: bool) -> None:
     for seen in ranks(1, of_ten_million, unseen_mib << 20):
         if "process bytes" not in seen:
-            pytest.skip("no /proc here: nobody else counts")
+            pytest.skip("no /proc here: the system reports no numbers")
         for name in ("process bytes", "process peak bytes"):
             if name in seen:
                 counted, grown = seen[name]
                 assert (abs(grown - counted) <= TOLERANCE * counted) == agree, seen
 
 
-def test_weights_are_no_masters_of_what_another_has_left_alive() -> None:
-    """As a test that ran before in this process may, or a file of someone's own: it was there before the block."""
+def test_weights_are_not_masters_of_older_tensors() -> None:
+    """An earlier test in this process, or a user's file, may have left tensors from before the block."""
     left = small(torch.bfloat16)
     with MemoryLedger() as memory:
         model = small()
@@ -321,8 +321,8 @@ def test_weights_are_no_masters_of_what_another_has_left_alive() -> None:
     assert (memory.rest["parameters"], memory.rest["optimizer"]) == (4 * P, 0)
 
 
-def test_weights_are_no_masters_of_an_outline() -> None:
-    """Which is of float32, on the meta device, and shared by all who count parameters."""
+def test_weights_are_not_masters_of_an_outline() -> None:
+    """The outline is float32, on the meta device, and shared by all functions that count parameters."""
     outlined = outline(Config.read({"LAB_MODEL": "mlp", "LAB_DEPTH": "1"}))
     with MemoryLedger() as memory:
         model = small(torch.float64)

@@ -1,4 +1,4 @@
-"""The peak of storages alive, to the byte."""
+"""The peak bytes of live storages, exact to the byte."""
 
 import gc
 import threading
@@ -31,7 +31,7 @@ def floats(mebibytes: int) -> torch.Tensor:
 
 
 def growth(function: Callable[[], object]) -> float:
-    """MiB by which the peak rises over what is alive before."""
+    """Return the MiB by which the peak exceeds the bytes before."""
     with MemoryLedger() as memory:
         before = memory.peak_bytes
         function()
@@ -82,12 +82,11 @@ def test_activations_live_until_the_backward_pass() -> None:
     weight = floats(1).requires_grad_()
 
     def forward() -> torch.Tensor:
-        return (weight * 2.0).exp().sin().sum()  # at any time one result and what it is made of
+        return (weight * 2.0).exp().sin().sum()  # always one result and its input
 
     with torch.no_grad():
         assert growth(forward) == pytest.approx(2, abs=0.001)
-    # exp's result is kept for the backward pass, where sin needs its cosine and the product with the gradient beside
-    # it.
+    # exp's result is kept for the backward pass, where sin also needs its cosine and the product with the gradient.
     assert growth(lambda: forward().backward()) == pytest.approx(3, abs=0.001)
 
 
@@ -101,7 +100,7 @@ def test_a_gradient_that_was_there_before_counts() -> None:
         assert memory.peak_bytes - before == MIB
 
 
-def test_nothing_is_left_of_what_was_freed() -> None:
+def test_freed_storages_are_not_counted() -> None:
     with MemoryLedger() as memory:
         before = memory._storages.live_bytes
         model = torch.nn.Linear(512, 512)
@@ -141,39 +140,39 @@ def of_fully_shard(group: dist.ProcessGroup, reshard: bool) -> tuple[float, floa
     return (memory.peak_bytes - before) / MIB, calls.ops()[0].calls
 
 
-def test_what_fully_shard_frees_is_seen_beside_its_calls(ranks: Ranks) -> None:
+def test_memory_that_fully_shard_frees_is_seen(ranks: Ranks) -> None:
     (kept, calls), (freed, _) = ranks(2, of_fully_shard, False)[0], ranks(2, of_fully_shard, True)[0]
     assert calls == 4  # an all_gather a layer
     assert kept >= 4  # four layers of 1 MiB, whole
     assert freed < kept - 1
 
 
-def let_go_when(said: threading.Event, message: list[torch.Tensor]) -> None:
-    said.wait()
+def free_when(allowed: threading.Event, message: list[torch.Tensor]) -> None:
+    allowed.wait()
     message.clear()
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["within the step", "after it"])
-def test_a_message_that_another_thread_lets_go_of_late_ended_when_it_was_last_met(within: bool) -> None:
-    said = threading.Event()
+def test_a_message_freed_late_by_another_thread_counts_until_its_last_use(within: bool) -> None:
+    allowed = threading.Event()
     with MemoryLedger() as memory:
         with memory.step():
             message = [floats(1)]
             memory._storages.add(message[0], COMMUNICATION)
-            holder = threading.Thread(target=let_go_when, args=(said, message))
+            holder = threading.Thread(target=free_when, args=(allowed, message))
             holder.start()
-            kept = floats(2)  # the message is there still, and nobody's
+            kept = floats(2)  # the message is still alive, without an owner
             if within:
-                said.set()
+                allowed.set()
                 holder.join()
-        said.set()
+        allowed.set()
         holder.join()
     assert memory.rest == memory.peak | {COMMUNICATION: 0}
     assert memory.peak["activations"] == 2 * MIB and memory.peak[COMMUNICATION] == 0
     del kept
 
 
-def test_a_message_that_the_rank_itself_lets_go_of_was_there_until_then() -> None:
+def test_a_message_freed_by_the_rank_counts_until_then() -> None:
     with MemoryLedger() as memory, memory.step():
         message = floats(1)
         memory._storages.add(message, COMMUNICATION)
@@ -184,14 +183,14 @@ def test_a_message_that_the_rank_itself_lets_go_of_was_there_until_then() -> Non
     del kept
 
 
-def test_a_message_that_is_kept_is_held_at_rest() -> None:
+def test_a_kept_message_counts_at_rest() -> None:
     with MemoryLedger() as memory, memory.step():
         kept = floats(1)
         memory._storages.add(kept, COMMUNICATION)
     assert memory.rest[COMMUNICATION] == MIB
 
 
-def test_a_gradient_that_was_sent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rest_does_not_wait_for_a_sent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with MemoryLedger() as memory:
@@ -210,7 +209,7 @@ def test_an_error_inside_passes_through() -> None:
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-# The bytes held for the backward pass: exact for a model small enough to count by hand.
+# The bytes kept for the backward pass: exact for a model small enough to count by hand.
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -222,7 +221,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH))
 
 
-def test_a_forward_pass_holds_inputs_and_outputs_but_no_weights() -> None:
+def test_a_forward_pass_keeps_inputs_and_outputs_but_no_weights() -> None:
     layers, inputs = model(), torch.randn(ROWS, WIDTH)
     with SavedActivations() as saved:
         out = layers(inputs)
@@ -232,7 +231,7 @@ def test_a_forward_pass_holds_inputs_and_outputs_but_no_weights() -> None:
     assert saved.peak_bytes == 2 * ONE
 
 
-def test_two_passes_in_flight_hold_twice_as_much() -> None:
+def test_two_passes_in_flight_keep_twice_as_much() -> None:
     layers = model()
     with SavedActivations() as saved:
         outputs = [layers(torch.randn(ROWS, WIDTH)) for _ in range(2)]
@@ -250,7 +249,7 @@ def test_a_forward_pass_outside_of_the_block_counts_nothing() -> None:
     assert saved.peak_bytes == 0
 
 
-# Activations of a transformer's layer, against what the paper printed and against what the lab's own gpt keeps.
+# Activations of a transformer layer, compared with the paper and with the lab's own gpt.
 
 GPT3: Any = {"seq": 2048, "samples": 1, "width": 12288, "heads": 96}
 MT_NLG: Any = {"seq": 2048, "samples": 1, "width": 20480, "heads": 128}
@@ -282,7 +281,7 @@ def test_numbers_of_four_bytes_beside_masks_of_one() -> None:
 
 
 def kept_by_a_layer(width: int, heads: int) -> int:
-    """What one more layer of the lab's gpt leaves for the backward pass: 4 samples of 32 bytes, in float32."""
+    """Return the bytes that one more layer of gpt keeps for the backward pass: 4 samples of 32 bytes, in float32."""
     sizes = {"LAB_WIDTH": str(width), "LAB_HEADS": str(heads), "LAB_SEQ": "32", "LAB_BATCH": "4", "WORLD_SIZE": "1"}
     kept = []
     for depth in (2, 3):
@@ -298,8 +297,8 @@ def kept_by_a_layer(width: int, heads: int) -> int:
 
 
 @pytest.mark.parametrize(("width", "heads"), [(64, 4), (128, 8)])
-def test_the_labs_own_layer_keeps_what_the_formula_says(width: int, heads: int) -> None:
-    """Less dropout's two masks, which it lacks; and two numbers a norm and position, and one of the softmax a head and
+def test_a_layer_of_gpt_keeps_the_bytes_of_the_formula(width: int, heads: int) -> None:
+    """Without the two masks of dropout; with two numbers per norm and position, and one of the softmax per head and
     position."""
     tokens = 4 * 32
     formula = layer_activation_bytes(32, 4, width, heads, itemsize=4, recompute="selective")

@@ -1,4 +1,4 @@
-"""The arithmetic of spans by hand, and the clocks of real ranks on one machine, where the truth is known."""
+"""The arithmetic of spans, computed by hand, and the clocks of ranks on one machine, where their offset is known."""
 
 import time
 
@@ -13,7 +13,7 @@ SHIFT_S = 0.25
 
 
 def shifted_by_rank(group: dist.ProcessGroup, shift_s: float) -> tuple[float, float]:
-    """Rank r's clock is r * shift_s fast."""
+    """Align clocks of which rank r's is r * shift_s fast."""
     offset_s, uncertainty_s = align(group, lambda: time.perf_counter() + group.rank() * shift_s)
     return offset_s, uncertainty_s
 
@@ -30,10 +30,10 @@ def test_clocks_of_one_machine_agree(ranks: Ranks, world_size: int) -> None:
 def test_a_clock_that_is_fast_is_found(ranks: Ranks) -> None:
     for rank, (offset_s, uncertainty_s) in enumerate(ranks(3, shifted_by_rank, SHIFT_S)):
         assert offset_s == pytest.approx(-rank * SHIFT_S, abs=uncertainty_s)
-        assert uncertainty_s < SHIFT_S / 10  # or the line above would say nothing
+        assert uncertainty_s < SHIFT_S / 10  # else the line above would prove nothing
 
 
-def test_each_moment_counts_for_the_innermost_span() -> None:
+def test_time_counts_for_the_innermost_span() -> None:
     spans: list[Span] = [
         ("all_reduce", "", 2.0, 3.0),  # in the order of their ends
         ("wait", "", 4.5, 4.75),
@@ -51,7 +51,7 @@ def test_each_moment_counts_for_the_innermost_span() -> None:
     assert sum(profile(spans).values()) == pytest.approx(length(union(spans)))
 
 
-def test_a_lap_knows_computing_from_a_sleep_by_other_clocks_around_it() -> None:
+def test_a_lap_separates_computing_from_sleeping() -> None:
     length_s = 0.002  # of the thread's own computing, and of its sleep
     with Lap() as around, Lap() as computing:
         until = time.thread_time() + length_s
@@ -72,7 +72,7 @@ def test_a_step_of_nothing_has_every_class() -> None:
 
 
 def test_the_bubble_of_two_stages_and_two_microbatches() -> None:
-    """Forward 1 s, backward 2 s: 6 s of work a rank in 9 s, (p-1)/(m+p-1) = 1/3."""
+    """Forward 1 s, backward 2 s: 6 s of work per rank in 9 s, (p-1)/(m+p-1) = 1/3."""
     first: list[Span] = [
         ("forward", "0", 0, 1),
         ("forward", "1", 1, 2),
@@ -85,19 +85,22 @@ def test_the_bubble_of_two_stages_and_two_microbatches() -> None:
         ("forward", "1", 4, 5),
         ("backward", "1", 5, 7),
     ]
-    waits: list[Span] = [("receive", "0", 2, 4), ("optimizer", "", 9, 20)]  # neither computes nor stretches the time
+    waits: list[Span] = [
+        ("receive", "0", 2, 4),
+        ("optimizer", "", 9, 20),
+    ]  # neither counts as compute nor extends the time
     assert bubble([first, last]) == pytest.approx(1 / 3)
     assert bubble([[*first, *waits], last]) == pytest.approx(1 / 3)
-    assert bubble([first, last, []]) == pytest.approx(1 - 12 / 27)  # a rank that does nothing is all bubble
+    assert bubble([first, last, []]) == pytest.approx(1 - 12 / 27)  # an idle rank counts as bubble
 
 
-def test_no_bubble_where_nobody_computes() -> None:
+def test_no_bubble_without_compute() -> None:
     assert bubble([]) is None
     assert bubble([[], [("all_reduce", "", 0.0, 1.0)]]) is None
     assert bubble([[("forward", "0", 0.0, 1.0)]]) == 0.0
 
 
-def test_a_union_joins_what_touches() -> None:
+def test_a_union_joins_touching_spans() -> None:
     assert union([("send", "", 2.0, 3.0), ("send", "", 0.0, 1.0), ("send", "", 1.0, 2.0), ("send", "", 5.0, 6.0)]) == [
         (0.0, 3.0),
         (5.0, 6.0),

@@ -1,4 +1,4 @@
-"""Called and wire bytes side by side, by peer, and what is said where the wire cannot be seen."""
+"""Called and wire bytes by peer, and the reason if wire bytes cannot be measured."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def ledger_of(group: dist.ProcessGroup, store_ports: Sequence[int] = ()) -> Ledg
 
 
 def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traffic:
-    """Traffic of `repeats` all_reduces of 1 MiB."""
+    """Return the traffic of `repeats` all_reduces of 1 MiB."""
     whole = torch.ones(MIB // 4)
     run: Callable[[], object] = (
         partial(dist.all_reduce, whole, group=group)
@@ -48,7 +48,7 @@ def counted(group: dist.ProcessGroup, algorithm: str, repeats: int = 1) -> Traff
 
 
 def amount(sender: int, receiver: int) -> int:
-    """Bytes that tell who sent them to whom: of three ranks each sends and gets two different amounts."""
+    """Return a number of bytes that identifies sender and receiver among three ranks."""
     return 2048 + 512 * ((sender + 3 * receiver) % 8)
 
 
@@ -64,7 +64,7 @@ def from_each_to_each(group: dist.ProcessGroup) -> Traffic:
     return traffic
 
 
-def test_one_message_from_each_rank_to_each_is_known_by_its_size(ranks: Ranks) -> None:
+def test_messages_between_all_ranks_are_counted_by_peer(ranks: Ranks) -> None:
     for rank, traffic in enumerate(ranks(3, from_each_to_each)):
         sent = {peer: amount(rank, peer) for peer in range(3) if peer != rank}
         assert traffic.called_bytes == sum(sent.values())
@@ -73,7 +73,7 @@ def test_one_message_from_each_rank_to_each_is_known_by_its_size(ranks: Ranks) -
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("algorithm", ["gloo", "ring", "server"])
-def test_called_and_wire_hold_the_formula(ranks: Ranks, world_size: int, algorithm: str) -> None:
+def test_called_and_wire_bytes_equal_the_formula(ranks: Ranks, world_size: int, algorithm: str) -> None:
     for rank, traffic in enumerate(ranks(world_size, counted, algorithm, 3)):
         predicted = 3 * all_reduce_bytes(algorithm, world_size, MIB, rank)
         tolerance = wire_tolerance(predicted, 3 * all_reduce_messages(algorithm, world_size, MIB, rank))
@@ -84,12 +84,12 @@ def test_called_and_wire_hold_the_formula(ranks: Ranks, world_size: int, algorit
         assert world_size == 1 or all_reduce_bytes(algorithm, world_size, MIB, rank) > tolerance
 
 
-def test_a_ring_talks_to_its_neighbour_alone(ranks: Ranks) -> None:
+def test_a_ring_sends_only_to_its_neighbour(ranks: Ranks) -> None:
     for rank, traffic in enumerate(ranks(4, counted, "ring")):
         sent = {peer: wire.sent for peer, wire in traffic.wire.items()}
         successor = (rank + 1) % 4
         assert sent.pop(successor) == pytest.approx(1.5 * MIB, rel=0.01)
-        assert max(sent.values()) < 4096  # gloo tells the predecessor that a receive is posted
+        assert max(sent.values()) < 4096  # gloo notifies the predecessor of a posted receive
 
 
 def test_the_matrix_of_direct_is_full_and_of_server_a_cross(ranks: Ranks) -> None:
@@ -100,7 +100,7 @@ def test_the_matrix_of_direct_is_full_and_of_server_a_cross(ranks: Ranks) -> Non
         assert {peer: wire.sent for peer, wire in traffic.wire.items()} == pytest.approx(expected, rel=0.01, abs=4096)
 
 
-def test_one_step_of_many(ranks: Ranks) -> None:
+def test_the_traffic_per_step(ranks: Ranks) -> None:
     one = ranks(2, counted, "gloo", 4)[0].per(4)
     assert [(seen.op, seen.calls, seen.raw_bytes, seen.called_bytes) for seen in one.called] == [
         ("all_reduce", 1, MIB, MIB)
@@ -110,7 +110,7 @@ def test_one_step_of_many(ranks: Ranks) -> None:
 
 
 def with_bystanders(group: dist.ProcessGroup) -> list[float]:
-    """A connection between two ranks that is not the group's, once as the store's, once as anybody's."""
+    """Send over a connection outside of the group, counted once as the store's and once as any other."""
     addresses: list[Any] = [None] * 2
     listener = socket.create_server(("127.0.0.1", 0)) if group.rank() == 0 else None
     dist.all_gather_object(addresses, listener and listener.getsockname(), group=group)
@@ -132,7 +132,7 @@ def test_connections_of_the_store_are_left_out(ranks: Ranks) -> None:
 
 
 def from_one_port(group: dist.ProcessGroup) -> dict[int, float]:
-    """Ranks 1 and 2 connect to listeners of rank 0 from one local port, and rank 0 sends to rank 1 alone."""
+    """Connect ranks 1 and 2 from the same local port to rank 0, which sends only to rank 1."""
     addresses: list[Any] = [None] * 3
     mine = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)] if group.rank() == 0 else []
     dist.all_gather_object(addresses, [each.getsockname() for each in mine], group=group)
@@ -157,7 +157,7 @@ def from_one_port(group: dist.ProcessGroup) -> dict[int, float]:
     return {peer: wire.sent for peer, wire in traffic.wire.items()}
 
 
-def test_two_connections_of_one_local_port_are_told_apart(ranks: Ranks) -> None:
+def test_two_connections_with_one_local_port_are_distinguished(ranks: Ranks) -> None:
     assert ranks(3, from_one_port)[0] == {1: 10_000, 2: 0}
 
 
@@ -168,7 +168,7 @@ def idle(group: dist.ProcessGroup) -> Traffic:
     return traffic
 
 
-def test_what_was_sent_before_is_not_counted(ranks: Ranks) -> None:
+def test_earlier_bytes_are_not_counted(ranks: Ranks) -> None:
     for rank, traffic in enumerate(ranks(3, idle)):
         assert (traffic.called, traffic.calls, traffic.wire_bytes) == ([], 0, 0)
         assert set(traffic.wire) == {0, 1, 2} - {rank}
@@ -186,20 +186,20 @@ def refuse(*_: int) -> dict[int, Connection]:
     raise NoDiagnostics("wire bytes are not measured: refused")
 
 
-def test_diagnostics_refused_on_one_rank_are_said_on_all(ranks: Ranks) -> None:
+def test_diagnostics_refused_on_one_rank_are_reported_on_all(ranks: Ranks) -> None:
     for traffic in ranks(2, counted_with, refuse, True):
         assert traffic.wire_error == "wire bytes are not measured: refused on rank 1"
         assert traffic.wire == {}
-        assert traffic.called_bytes == 32  # what was called is still known
+        assert traffic.called_bytes == 32  # called bytes are still known
 
 
 def translated(*store_ports: int) -> dict[int, Connection]:
-    """The way to rank 1 changes addresses, so it knows its own end by another than its peers do."""
+    """Return rank 1's connections as after address translation: its peers see another address of its end."""
     found = connections(*store_ports)
     return {inode: replace(each, local=("10.1.2.3", each.local[1])) for inode, each in found.items()}
 
 
-def test_a_connection_of_which_nobody_has_the_other_end_is_said_and_not_dropped(ranks: Ranks) -> None:
+def test_a_connection_without_a_known_peer_is_reported(ranks: Ranks) -> None:
     for traffic in ranks(2, counted_with, translated, True):
         assert traffic.wire_error is not None and traffic.wire == {}
         assert re.match(
@@ -218,7 +218,7 @@ def test_an_error_inside_passes_through() -> None:
         raise KeyError("inside")
 
 
-# The kernel's counters: exact to the byte, for both families, and a clear word where there are none.
+# The kernel's counters: exact to the byte for IPv4 and IPv6, and a clear error if there are none.
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::ffff:127.0.0.1"])
@@ -251,17 +251,17 @@ def test_each_end_counts_what_it_sent(pair: tuple[socket.socket, socket.socket])
     assert connection_of(client).sent_bytes == 100_001
 
 
-def test_bytes_that_still_wait_in_the_send_buffer_count(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_bytes_in_the_send_buffer_count(pair: tuple[socket.socket, socket.socket]) -> None:
     client, _ = pair
     client.setblocking(False)
     sent = 0
     with contextlib.suppress(BlockingIOError):
         while True:
-            sent += client.send(b"z" * 100_000)  # nobody reads: the buffers of both ends fill up
+            sent += client.send(b"z" * 100_000)  # the peer does not read, so the buffers of both ends fill up
     assert connection_of(client).sent_bytes == sent
 
 
-def test_both_ends_name_each_other(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_both_ends_have_matching_addresses(pair: tuple[socket.socket, socket.socket]) -> None:
     client, server = (connection_of(end) for end in pair)
     assert client.remote == server.local
     assert server.remote == client.local

@@ -1,4 +1,4 @@
-"""Batches: dealt disjoint and complete, weighed by samples, repeatable, and each mistake's trace in them."""
+"""Batches: shards are disjoint, complete, weighted by samples and repeatable; and the text of gpt."""
 
 import os
 import random
@@ -52,7 +52,7 @@ def test_the_lessons_points() -> None:
 @pytest.mark.parametrize(
     ("batch", "num_shards", "microbatches"), [(7, 3, 1), (16, 4, 2), (9, 2, 4), (5, 5, 1), (8, 1, 3)]
 )
-def test_what_is_dealt_is_the_batch_and_its_shares_sum_to_one(
+def test_the_microbatches_are_the_batch_and_their_weights_sum_to_one(
     model: str, batch: int, num_shards: int, microbatches: int
 ) -> None:
     batches = batches_of(LAB_MODEL=model, LAB_BATCH=str(batch), LAB_MICROBATCHES=str(microbatches))
@@ -69,7 +69,7 @@ def test_what_is_dealt_is_the_batch_and_its_shares_sum_to_one(
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
-def test_the_proof_has_two_batches_an_epoch_and_the_third_step_begins_the_next(model: str) -> None:
+def test_the_proof_has_two_batches_per_epoch(model: str) -> None:
     batches = batches_of(LAB_MODEL=model)
     assert batches.proof_steps == 3
     assert sorted(batches.full_ids(0) + batches.full_ids(1)) == list(range(32))
@@ -93,11 +93,11 @@ def test_gpt_predicts_the_next_byte() -> None:
         (
             {"LAB_BATCH": "16", "LAB_MICROBATCHES": "2"},
             4,
-            "16 samples a step = 2 x 2 x 4 (microbatch, accumulated, replicas)",
+            "16 samples per step = 2 x 2 x 4 (microbatch, accumulated, replicas)",
         ),
-        ({"LAB_BATCH": "17"}, 3, "17 samples a step = 6 + 6 + 5, a replica each, 1 microbatch"),
-        ({"LAB_MODEL": "line"}, 4, "32 samples a step = 8 + 6 + 9 + 9, a replica each, 1 microbatch"),
-        ({"RUN_MODE": "pp"}, 1, "16 samples a step = 4 x 4 x 1 (microbatch, accumulated, replicas)"),
+        ({"LAB_BATCH": "17"}, 3, "17 samples per step = 6 + 6 + 5 on the replicas, 1 microbatch each"),
+        ({"LAB_MODEL": "line"}, 4, "32 samples per step = 8 + 6 + 9 + 9 on the replicas, 1 microbatch each"),
+        ({"RUN_MODE": "pp"}, 1, "16 samples per step = 4 x 4 x 1 (microbatch, accumulated, replicas)"),
     ],
 )
 def test_the_effective_batch_is_stated(environ: dict[str, str], replicas: int, words: str) -> None:
@@ -111,7 +111,7 @@ def test_faults_of_sizes() -> None:
     assert "allowed: 1 to 1" in data.refusals(config, 4)[0]
 
 
-# A batch that is parted before it is dealt: each shard has some of each microbatch, and one process all of it.
+# A batch that is split into microbatches first: each shard has a part of each microbatch, one process the whole.
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -133,7 +133,7 @@ def parted_of(kind: type[Batches], world_size: int, batch: int, microbatches: in
 @pytest.mark.parametrize(
     ("world_size", "batch", "microbatches"), [(3, 13, 4), (4, 16, 4), (4, 17, 2), (1, 5, 5), (2, 9, 1)]
 )
-def test_shards_of_a_microbatch_are_what_one_process_takes_at_once(
+def test_shards_of_a_microbatch_add_up_to_that_of_one_process(
     world_size: int, batch: int, microbatches: int, proof: bool
 ) -> None:
     batches = parted_of(PartedBatches, world_size, batch, microbatches, proof=proof)
@@ -152,19 +152,19 @@ def test_shards_of_a_microbatch_are_what_one_process_takes_at_once(
         assert torch.equal(torch.cat([part.inputs for part in dealt[0]]), taken)
 
 
-def test_in_one_part_it_is_dealt_like_any_other_batch() -> None:
+def test_with_one_part_it_is_split_like_other_batches() -> None:
     parted, plain = (parted_of(kind, 3, 10, 1, proof=True) for kind in (PartedBatches, Batches))
     assert torch.equal(parted.alone(0)[0].inputs, plain.full(0).inputs)
     for shard in range(3):
         assert parted.sample_ids(0, shard, 3) == plain.sample_ids(0, shard, 3)
 
 
-def test_microbatches_are_uneven_where_every_rank_still_gets_a_sample() -> None:
+def test_microbatches_are_uneven_if_every_rank_gets_a_sample() -> None:
     assert len({len(part.inputs) for part in parted_of(PartedBatches, 2, 16, 4, proof=True).alone(0)}) > 1
     assert {len(part.inputs) for part in parted_of(PartedBatches, 4, 16, 4, proof=True).alone(0)} == {4}
 
 
-# The text of gpt: read the same everywhere, and refused in one sentence where there is none.
+# The text of gpt: equal on every rank, or refused in one sentence.
 
 
 def config_of(path: Path | None = None, **settings: str) -> Config:
@@ -187,7 +187,7 @@ def test_a_folder_is_read_in_order(tmp_path: Path) -> None:
     assert data.read_text(config_of(tmp_path)) == b"first second third"
 
 
-def test_no_file_is_opened_once_there_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_files_are_opened_than_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         (tmp_path / name).write_bytes(name.encode() * 60)
     opened: list[str] = []
@@ -213,10 +213,10 @@ def test_a_long_file_is_cut(tmp_path: Path) -> None:
     [
         (None, "does not exist"),
         (b"", "is empty"),
-        (b"x" * 64, "holds 64 bytes, and a sample of LAB_SEQ=64 needs 65 or more"),
+        (b"x" * 64, "has 64 bytes, but a sample of LAB_SEQ=64 needs at least 65"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_an_unreadable_text_is_refused_in_one_sentence(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
@@ -240,10 +240,10 @@ def test_one_sample_is_enough(tmp_path: Path) -> None:
     assert targets[3].tolist() == list(range(1, 65))
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (fault,) = data.text_refusals(config_of(tmp_path / "pipe"))
-    assert "is neither a file nor a folder: a pipe or a device gives each rank another text" in fault
+    assert "is neither a file nor a folder: each rank would read other text from a pipe or a device" in fault
     assert data.digest(config_of(tmp_path / "pipe")) == ""
 
 
@@ -254,13 +254,13 @@ def test_a_device_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "/x" * 3000, "/proc/self/environ", "/proc/kmsg"])
-def test_what_has_no_bytes_of_its_own_is_refused(path: str) -> None:
+def test_paths_without_a_regular_file_are_refused(path: str) -> None:
     (fault,) = data.text_refusals(config_of(Path(path)))
     assert fault.startswith("LAB_TEXT=")
     assert len(fault) < 400
 
 
-def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_of_a_folder_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"text")
     os.mkfifo(tmp_path / "a.txt")
     (tmp_path / "c").symlink_to("/dev/urandom")
@@ -271,21 +271,21 @@ def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
         assert data.read_text(config_of(tmp_path)) == b"text"
 
 
-def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_a_circular_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (fault,) = data.text_refusals(config_of(tmp_path / "loop"))
     assert "cannot be read: Too many levels of symbolic links" in fault
 
 
-def test_a_folder_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_too_many_entries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_ENTRIES", 5)
     for number in range(6):
         (tmp_path / str(number)).touch()
     (fault,) = data.text_refusals(config_of(tmp_path))
-    assert "holds more than 5 files and folders" in fault
+    assert "has more than 5 files and folders" in fault
 
 
-def test_ranks_compare_a_checksum_of_what_they_read(tmp_path: Path) -> None:
+def test_ranks_compare_a_checksum_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"one")
     before = data.digest(config_of(tmp_path / "text"))
     (tmp_path / "text").write_bytes(b"two")
@@ -293,12 +293,12 @@ def test_ranks_compare_a_checksum_of_what_they_read(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(1, 5))
-def test_samples_in_a_row_are_those_of_the_steps_wherever_they_are_cut(first: int, count: int, seed: int) -> None:
+def test_consecutive_samples_are_those_of_the_steps(first: int, count: int, seed: int) -> None:
     batches = batches_of(LAB_MODEL="mlp", LAB_BATCH="12", LAB_SEED=str(seed))
     stream = [sample for step in range(6) for sample in batches.full_ids(step)]
     assert batches.ids_from(first, count) == stream[first : first + count]
 
 
-def test_shards_that_are_kept_are_the_first_of_those_among_all() -> None:
+def test_kept_sizes_are_those_of_the_first_shards() -> None:
     batches = batches_of(LAB_MODEL="line", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", RANK="0")
     assert [batches.kept_sizes(size) for size in (4, 3, 1)] == [[8, 6, 9, 9], [8, 6, 9], [8]]

@@ -1,4 +1,4 @@
-"""The mixture that one process computes: by hand on small numbers, and what its model adds to a loss."""
+"""The reference mixture of experts: computed by hand on small numbers, and its auxiliary losses."""
 
 import math
 
@@ -22,7 +22,7 @@ def mixing(
 
 
 def mixture(wanted: list[int], mixed: Mixing) -> tuple[Mixture, torch.Tensor]:
-    """A mixture of width 2 and hidden 1 whose router sends token t to expert `wanted[t]`, and the tokens."""
+    """Return a mixture of width 2 and hidden 1 that sends token t to expert `wanted[t]`, and the tokens."""
     layer = Mixture(2, 1, mixed).double()
     with torch.no_grad():
         layer.router.weight.copy_(torch.eye(2))
@@ -31,7 +31,7 @@ def mixture(wanted: list[int], mixed: Mixing) -> tuple[Mixture, torch.Tensor]:
     return layer, torch.eye(2, dtype=torch.float64)[torch.tensor(wanted)]
 
 
-def test_a_switch_weighs_one_expert_by_its_probability() -> None:
+def test_with_one_choice_an_expert_is_weighted_by_its_probability() -> None:
     layer, tokens = mixture([0, 1], mixing())
     gate, made = math.e / (math.e + 1), F.gelu(torch.ones(1)).item()
     assert layer(tokens)[:, 0].tolist() == pytest.approx([gate * made, 10 * gate * made], rel=1e-6)
@@ -50,7 +50,7 @@ def test_the_last_tokens_of_a_full_expert_are_dropped(factor: float, kept: int) 
     assert (layer(tokens)[:, 0] != 0).tolist() == [token < kept for token in range(5)]
 
 
-def test_second_choices_queue_behind_all_first_ones() -> None:
+def test_second_choices_come_after_all_first_ones() -> None:
     """Tokens want 0, 0, 1 first and the other one second; of 3 places each expert has one for a second choice."""
     layer, tokens = mixture([0, 0, 1], mixing(top_k=2, factor=1.0))
     chosen = layer._preferred(layer.router(tokens).softmax(-1))
@@ -59,7 +59,7 @@ def test_second_choices_queue_behind_all_first_ones() -> None:
     assert layer._queues(chosen) == [[(0, 0), (1, 0)], [(2, 0), (0, 1)]]
 
 
-def test_the_auxiliary_losses_are_those_of_the_papers() -> None:
+def test_the_auxiliary_losses_equal_the_papers() -> None:
     layer, tokens = mixture([0, 0, 0, 1], mixing(balance=0.5, z=0.25))
     layer(tokens)
     high = math.e / (math.e + 1)
@@ -78,7 +78,7 @@ def model_of(mixed: Mixing, **settings: str) -> tuple[MixtureModel, Batches, Con
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_a_models_loss_is_a_mean_over_tokens_of_its_mixtures_too(name: str) -> None:
+def test_a_models_loss_includes_the_means_of_its_mixtures(name: str) -> None:
     mixed = mixing(num_experts=4, top_k=2, z=1.0)
     model, batches, config = model_of(mixed, LAB_MODEL=name)
     plain, _, _ = model_of(mixing(num_experts=4, top_k=2), LAB_MODEL=name)
@@ -102,7 +102,7 @@ def test_weights_are_drawn_by_the_seed_and_an_outline_has_none() -> None:
     assert {parameter.device.type for parameter in outline.parameters()} == {"meta"}
 
 
-def test_a_batch_of_a_mixture_is_not_divided_for_the_twin() -> None:
+def test_a_batch_of_a_mixture_is_not_divided_for_the_perturbed_model() -> None:
     mixed = mixing(num_experts=4, top_k=2, factor=1.0, balance=0.1)
     config, values = model_of(mixed)[2], []
     for parts in (1, 3):
@@ -111,7 +111,7 @@ def test_a_batch_of_a_mixture_is_not_divided_for_the_twin() -> None:
     assert values[0] == values[1]
 
 
-def test_a_twin_takes_the_other_one_of_two_that_are_nearly_alike() -> None:
+def test_a_perturbed_model_chooses_the_other_of_two_nearly_equal_experts() -> None:
     model, batches, config = model_of(mixing(num_experts=2))
     model.float()
     first = model.mixtures["layers.1.mlp"]

@@ -1,4 +1,4 @@
-"""Models: the same numbers everywhere, sums as losses, and the handles that strategies hold them by."""
+"""Models: equal weights in every process, summed losses, and the parts that strategies replace."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ def config_of(**settings: str) -> Config:
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "line"])
-def test_weights_are_a_function_of_the_seed_alone(name: str) -> None:
+def test_weights_depend_only_on_the_seed(name: str) -> None:
     config = config_of(LAB_MODEL=name)
     first = build_model(config, 3)
     torch.rand(7)
@@ -59,7 +59,7 @@ def test_the_loss_is_a_sum_so_that_parts_add_up(name: str) -> None:
     assert abs(whole.item() - parts.item()) <= 1e-12 * whole.item()
 
 
-def test_gpt_may_be_told_where_its_bytes_stand_and_how_they_look_at_each_other() -> None:
+def test_gpt_accepts_positions_and_another_attention() -> None:
     model = build_model(config_of(), 1).double()
     tokens, order = torch.arange(6)[None], torch.tensor([4, 0, 5, 1, 3, 2])
     hidden = model.layers[0](tokens)
@@ -87,8 +87,8 @@ def test_gpt_sees_no_later_byte() -> None:
     assert not torch.equal(hidden[0][:, 4:], hidden[1][:, 4:])
 
 
-def test_attention_counts_the_heads_that_its_projections_hold() -> None:
-    """Two halves of the heads, each with its columns of o, add up to the whole: tensor parallelism's cut."""
+def test_attention_infers_its_heads_from_the_projections() -> None:
+    """Two halves of the heads, each with its columns of o, add up to the whole, as in tensor parallelism."""
     whole = models.Attention(16, 4).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     total = torch.zeros_like(x)
@@ -104,7 +104,7 @@ def test_attention_counts_the_heads_that_its_projections_hold() -> None:
     assert (total - whole(x)).abs().max() <= 1e-12
 
 
-def test_tied_weights_are_one_and_learn_from_both_ends() -> None:
+def test_tied_weights_get_gradients_from_both_ends() -> None:
     model = build_model(config_of(LAB_TIE="1"), 1)
     for tied in (model, model.double()):
         first, last = tied.layers[0], tied.layers[-1]
@@ -135,7 +135,7 @@ def test_default_sizes_and_description() -> None:
     assert build_model(config_of(LAB_MODEL="line"), 1).describe() == "line, 2 parameters"
 
 
-def test_width_that_heads_cannot_share_is_refused() -> None:
+def test_a_width_that_is_no_multiple_of_the_heads_is_refused() -> None:
     assert models.refusals(config_of(LAB_HEADS="5")) == [
         "LAB_WIDTH=16 is not a multiple of LAB_HEADS=5: heads share the width equally"
     ]
@@ -154,26 +154,26 @@ def text(samples: int) -> Tensor:
 
 
 def loss_of(batches: list[Tensor], share: float = 0.3) -> float:
-    """The loss of these batches, one after the other, in one model."""
+    """Return the loss of these batches, one after the other, in one model."""
     config = Config.read(DROPPING)
     model = dropping(build_model(config, 1).double(), config, share)
     return sum(float(model(batch, batch.roll(-1, 1)).item()) for batch in batches)
 
 
-def test_a_batch_in_parts_drops_what_it_drops_whole() -> None:
+def test_a_batch_in_parts_drops_the_same_numbers() -> None:
     batch = text(5)
     assert loss_of([batch[:2], batch[2:]]) == pytest.approx(loss_of([batch]), rel=1e-12)
     assert loss_of([batch]) != pytest.approx(loss_of([batch], 0.0), rel=1e-9)
 
 
-def test_a_share_is_dropped_and_the_sum_stays() -> None:
+def test_dropout_keeps_the_expected_sum() -> None:
     mask = Dropouts([], 0.25, 1, (64, 64)).mask("1.mlp", 7)
     assert (mask == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert mask.mean().item() == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize(("part", "sample", "seed"), [("2.mlp", 7, 1), ("1.mlp", 8, 1), ("1.mlp", 7, 2)])
-def test_another_layer_sample_or_run_draws_anew(part: str, sample: int, seed: int) -> None:
+def test_masks_depend_on_layer_sample_and_run(part: str, sample: int, seed: int) -> None:
     mask = Dropouts([], 0.5, 1, (8, 8)).mask("1.mlp", 7)
     assert torch.equal(mask, Dropouts([], 0.5, 1, (8, 8)).mask("1.mlp", 7))
     assert not torch.equal(mask, Dropouts([], 0.5, seed, (8, 8)).mask(part, sample))
@@ -200,7 +200,7 @@ SMALL = {"LAB_WIDTH": "16", "LAB_DEPTH": "5", "LAB_HEADS": "2", "LAB_SEQ": "7", 
 
 
 def passed(**settings: str) -> tuple[Model, Tensor, SavedActivations]:
-    """A model after forward and backward of one batch, the loss, and what was held for the backward pass."""
+    """Return a model after forward and backward of one batch, its loss, and the bytes kept for the backward pass."""
     config = Config.read(SMALL | settings)
     model = build_model(config, 1)
     inputs, targets, _ = Batches(config, proof=False, device=torch.device("cpu"), dtype=torch.float32).full(0)
@@ -221,7 +221,7 @@ def test_gradients_are_the_same_to_the_bit(settings: dict[str, str]) -> None:
     assert saved.live_bytes == 0
 
 
-def test_a_layer_more_costs_its_input_alone() -> None:
+def test_one_more_layer_keeps_only_its_input() -> None:
     hidden = 5 * 7 * 16 * 4
     deep, deeper = (passed(LAB_RECOMPUTE="1", LAB_DEPTH=depth)[2].peak_bytes for depth in ("5", "6"))
     assert deeper - deep == hidden
@@ -229,7 +229,7 @@ def test_a_layer_more_costs_its_input_alone() -> None:
     assert deeper - deep > 10 * hidden
 
 
-def test_a_layer_runs_twice_and_stops_at_what_it_saved_last() -> None:
+def test_a_layer_runs_twice_and_stops_at_its_last_saved_tensor() -> None:
     runs: list[str] = []
 
     class Noting(nn.Module):
@@ -250,7 +250,7 @@ def test_a_layer_runs_twice_and_stops_at_what_it_saved_last() -> None:
     assert runs == ["begins", "ends", "begins"]
 
 
-def test_nothing_is_left_of_a_pass() -> None:
+def test_a_pass_leaves_nothing_in_memory() -> None:
     layer, hidden = nn.Sequential(nn.Linear(3, 3), nn.GELU()), torch.ones(2, 3)
     gone = weakref.ref(hidden)
     recomputed(layer, hidden).sum().backward()

@@ -1,4 +1,4 @@
-"""Plain SGD is torch's, to the bit, and costs a rank nothing to import."""
+"""Plain SGD equals torch's to the bit and imports nothing; clipping by the global norm of a partitioned model."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def trained(optimizer_of: type) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_plain_sgd_is_torchs_to_the_bit() -> None:
+def test_plain_sgd_equals_torchs_to_the_bit() -> None:
     for ours, torchs in zip(trained(PlainSGD), trained(torch.optim.SGD), strict=True):
         assert torch.equal(ours, torchs)
 
@@ -40,7 +40,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_state_has_dense_names() -> None:
+def test_the_optimizers_state_has_dense_names() -> None:
     model = linear()
     adamw = make_optimizer(model.parameters(), Config.read({"LAB_OPTIMIZER": "adamw"}))
     model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
@@ -99,7 +99,7 @@ def wanted(world_size: int, max_norm: float) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_parts_are_clipped_as_the_whole(ranks: Ranks, world_size: int, max_norm: float) -> None:
+def test_parts_are_clipped_like_the_whole_model(ranks: Ranks, world_size: int, max_norm: float) -> None:
     results = ranks(world_size, clipped, max_norm, False)
     for of_rank, expected in zip(results, wanted(world_size, max_norm), strict=True):
         for found, right in zip(of_rank, expected, strict=True):

@@ -1,4 +1,4 @@
-"""One process: what it yields is what a step left behind, by torch's own arithmetic."""
+"""The reference process: its snapshots equal torch's own arithmetic."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def snapshots(steps: int, **settings: str) -> tuple[list[Snapshot], Microbatch, 
     return list(train(build_model(config, 1).double(), batches, config, steps)), batches.full(0), config
 
 
-def test_sgd_by_the_lessons_own_formulas() -> None:
+def test_sgd_equals_the_lessons_formulas() -> None:
     seen, (x, y, _), config = snapshots(3)
     w = b = 0.0
     for snapshot in seen:
@@ -30,7 +30,7 @@ def test_sgd_by_the_lessons_own_formulas() -> None:
         assert snapshot.optimizer == {}
 
 
-def test_gradients_are_shown_as_clipped() -> None:
+def test_snapshots_have_clipped_gradients() -> None:
     seen, _, _ = snapshots(1, LAB_CLIP="0.5")
     norm = torch.cat([gradient.flatten() for gradient in seen[0].gradients.values()]).norm()
     assert norm.item() == pytest.approx(0.5, rel=1e-5)
@@ -58,7 +58,7 @@ def kept(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_long_training_is_the_same_one_and_keeps_its_losses_and_first_gradient(optimizer: str) -> None:
+def test_a_long_training_keeps_losses_and_first_gradients(optimizer: str) -> None:
     settings = {"LAB_BATCH": "7", "LAB_OPTIMIZER": optimizer, "LAB_CLIP": "0.5"}
     seen, _, _ = snapshots(5, **settings)
     long = kept(LAB_OPTIMIZER=optimizer, LAB_CLIP="0.5")
@@ -66,7 +66,7 @@ def test_a_long_training_is_the_same_one_and_keeps_its_losses_and_first_gradient
     assert all(torch.equal(long.first[name], gradient) for name, gradient in seen[0].gradients.items())
 
 
-def test_a_batch_in_parts_is_the_same_but_for_rounding() -> None:
+def test_a_batch_in_parts_is_equal_up_to_rounding() -> None:
     config = Config.read(LINE | {"LAB_BATCH": "7"})
     whole = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64).full(0)
     assert [len(part.inputs) for part in divided(whole, 3)] == [3, 2, 2]
@@ -75,14 +75,14 @@ def test_a_batch_in_parts_is_the_same_but_for_rounding() -> None:
 
 
 def test_masters_add_up_what_16_bits_round_away() -> None:
-    """Updates of a ten-thousandth of a weight: bf16 takes none of them, its masters all."""
+    """Updates of 1e-4 of a weight are rounded away in bf16, but add up in its masters."""
     exact = kept(torch.float32, lr="1e-4")
     lost, added = (kept(torch.bfloat16, masters=masters, lr="1e-4") for masters in (False, True))
     assert lost.values != added.values
     assert added.values == pytest.approx(exact.values, rel=0.02)
 
 
-def test_a_twin_begins_one_unit_in_the_last_place_away() -> None:
+def test_a_perturbed_model_differs_by_one_unit_in_the_last_place() -> None:
     model = build_model(Config.read({"LAB_MODEL": "mlp", "LAB_WIDTH": "8", "LAB_DEPTH": "1"}), 1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     move_by_a_unit(model, 3)

@@ -1,4 +1,4 @@
-"""A model and a strategy of one's own in the modes: proven, timed, counted like the lab's, or refused in a sentence."""
+"""A user's model and strategy in the modes: proven, timed and counted like the lab's, or refused in a sentence."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +110,7 @@ def config(**environ: str) -> Config:
     ("compress", {"LAB_VARIANT": "dense,topk"}), ("server", {"LAB_VARIANT": "sync"}), ("precision", {"LAB_VARIANT": f"bf16,{STEP}"}),
     ("pp", {"LAB_VARIANT": "gpipe,torch_1f1b", "LAB_WIDTH": "24"}),
 ])  # fmt: skip
-def test_an_own_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
+def test_a_users_model_runs_in_the_modes(runs: Runs, mode: str, settings: dict[str, str]) -> None:
     ran = runs(3, RUN_MODE=mode, LAB_MODEL=MODEL, **settings)
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     assert ran.judged["proven"]
@@ -130,7 +130,7 @@ def staged(seed):
 """
 
 
-def test_a_stage_of_its_own_is_all_that_a_rank_of_a_pipeline_keeps(runs: Runs, tmp_path: Path) -> None:
+def test_a_pipeline_rank_keeps_only_its_own_stage(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "staged_of_mine.py").write_text(STAGED)
     model, variants = f"{tmp_path}/staged_of_mine.py:staged", ("one_microbatch", "1f1b", "zbv")
     ran = runs(2, RUN_MODE="pp", LAB_MODEL=model, LAB_VARIANT=",".join(variants), LAB_MICROBATCHES="4", LAB_SEQ="32")
@@ -144,22 +144,22 @@ def test_a_stage_of_its_own_is_all_that_a_rank_of_a_pipeline_keeps(runs: Runs, t
     assert predicted["zbv"] == (4.0 * (table + head) + 2 * 5000, 8.0 * square)
 
 
-def test_a_stage_of_its_own_without_a_linear_layer_has_nothing_to_put_off(runs: Runs) -> None:
-    """An embedding alone: its weight pass shows no gradient, and it saves no more than the bytes that come in."""
+def test_a_stage_without_a_linear_layer_has_no_delayed_gradient(runs: Runs) -> None:
+    """A stage with only an embedding has no delayed weight gradient, and keeps only its input bytes."""
     variants = "one_microbatch,interleaved,zbv"
     ran = runs(2, RUN_MODE="pp", LAB_MODEL=MODEL, LAB_VARIANT=variants, LAB_WIDTH="24", LAB_MICROBATCHES="4")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
 
 @pytest.mark.parametrize("mode", ["dp", "precision"])
-def test_buffers_of_its_own_are_held_beside_the_weights(runs: Runs, file: str, mode: str) -> None:
+def test_buffers_of_a_users_model_are_stored(runs: Runs, file: str, mode: str) -> None:
     ran = runs(2, RUN_MODE=mode, LAB_MODEL=f"{file}:masked", LAB_VARIANT="flat" if mode == "dp" else "bf16")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     (rest,) = (each for each in ran.judged["comparisons"] if each["name"] == "rest bytes")
     assert rest["formula"].endswith(" + buffers")
 
 
-def test_buffers_that_the_steps_write_are_said_and_the_others_held(runs: Runs, file: str) -> None:
+def test_buffers_that_steps_write_are_reported(runs: Runs, file: str) -> None:
     ran = runs(2, RUN_MODE="dp", LAB_MODEL=f"{file}:counting", LAB_VARIANT="flat,ddp")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
     held = {each["variant"]: each["detail"] for each in ran.judged["checks"] if each["name"] == "buffers"}
@@ -175,7 +175,7 @@ def test_a_buffer_that_a_step_writes_fails_by_name(runs: Runs, file: str) -> Non
     assert ("flat", "buffers") not in wrong
 
 
-def test_a_step_with_a_loss_of_its_own_trains_the_labs_model_too(runs: Runs) -> None:
+def test_a_users_step_can_train_the_labs_model(runs: Runs) -> None:
     ran = runs(2, RUN_MODE="dp", LAB_MODEL="gpt", LAB_VARIANT=STEP)
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
@@ -190,7 +190,7 @@ NONE_TIMED = "is timed next to a mode's variants, but {} times none, allowed: co
     ("moe", {}, "would route its tokens without those of other ranks: write a strategy of (model, mesh, config)"),
     *((mode, {}, NONE_TIMED.format(mode)) for mode in ("comm", "train", "elastic", "largebatch")),
 ])  # fmt: skip
-def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, str], words: str) -> None:
+def test_a_users_step_is_refused_in_modes_that_cannot_run_it(mode: str, settings: dict[str, str], words: str) -> None:
     asked = config(RUN_MODE=mode, LAB_VARIANT=STEP, **settings)
     with pytest.raises(ConfigError) as error:
         refuse(asked, load_for(asked))
@@ -205,23 +205,23 @@ def test_a_step_is_refused_where_it_has_no_place(mode: str, settings: dict[str, 
     ("moe", "; a model with its own experts runs in dp and fsdp, and `distlab prove` checks how you distribute them"),
     ("comm", "comm trains nothing, so run it in dp, fsdp or pp"), ("train", "train trains nothing"),
 ])  # fmt: skip
-def test_a_mode_that_cannot_train_it_says_which_can(mode: str, words: str) -> None:
+def test_a_mode_that_cannot_train_it_names_those_that_can(mode: str, words: str) -> None:
     (said,) = load_for(config(RUN_MODE=mode)).refuse(config(RUN_MODE=mode, LAB_MODEL=MODEL))
     assert words in said
 
 
-def test_a_strategy_has_a_place_where_its_ranks_share_samples(file: str) -> None:
+def test_a_users_strategy_runs_where_ranks_share_samples(file: str) -> None:
     for mode in ("tp", "pp", "cp", "moe"):
         asked = config(RUN_MODE=mode, LAB_VARIANT=f"{file}:whole")
         refuse(asked, load_for(asked))
 
 
-def test_batches_of_its_own_are_dealt_like_the_texts(runs: Runs, file: str) -> None:
+def test_a_users_batches_are_split_like_the_texts(runs: Runs, file: str) -> None:
     ran = runs(3, RUN_MODE="dp", LAB_MODEL=f"{file}:points", LAB_VARIANT="bucketed,ring")
     assert ran.judged["verdict"] == "pass", failed(ran.judged)
 
 
-def test_an_own_strategy_that_is_wrong_fails_by_its_name(runs: Runs, file: str) -> None:
+def test_a_wrong_users_strategy_fails_by_its_name(runs: Runs, file: str) -> None:
     ran = runs(2, RUN_MODE="dp", LAB_MODEL="mlp", LAB_VARIANT=f"flat,{file}:wrong")
     wrong = {(each["variant"], each["name"]) for each in ran.judged["checks"] if not each["passed"]}
     assert {(f"{file}:wrong", name) for name in ("gradients", "weights", "losses")} <= wrong
@@ -229,16 +229,16 @@ def test_an_own_strategy_that_is_wrong_fails_by_its_name(runs: Runs, file: str) 
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("synced", "has 1, a SyncBatchNorm: torch runs it on GPUs alone"),
+    ("synced", "has 1, a SyncBatchNorm: torch runs it only on GPUs"),
     ("normed", "has 1, a BatchNorm1d: its output depends on which samples a rank has"),
-    ("odd", "has `layers` that its forward pass does not run in a row"),
+    ("odd", "has `layers` that its forward pass does not run one after the other"),
     ("number", "returned a int: expected an nn.Module"), ("missing", "has no function 'missing'"),
 ])  # fmt: skip
 def test_a_model_that_no_mode_can_train_is_refused(file: str, name: str, words: str) -> None:
     assert any(words in each for each in refusals(config(LAB_MODEL=f"{file}:{name}")))
 
 
-def test_another_number_of_samples_is_refused_with_the_right_one(file: str) -> None:
+def test_a_wrong_batch_size_is_refused_with_the_right_one(file: str) -> None:
     assert refusals(config(LAB_MODEL=f"{file}:points")) == []
     (said,) = refusals(config(LAB_MODEL=f"{file}:points", LAB_BATCH="12"))
     assert said.endswith("has batches of 16 samples: set LAB_BATCH=16, not 12")
@@ -247,30 +247,30 @@ def test_another_number_of_samples_is_refused_with_the_right_one(file: str) -> N
 @pytest.mark.parametrize(("name", "words"), [
     ("number", r"is no strategy: expected a function of \(model, mesh, config\)"), ("missing", "has no function"),
 ])  # fmt: skip
-def test_a_strategy_that_is_none_is_refused(file: str, name: str, words: str) -> None:
+def test_a_function_that_is_no_strategy_is_refused(file: str, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_for(config(LAB_VARIANT=f"{file}:{name}"))
 
 
 @pytest.mark.parametrize("value", ["gtp", "mine/nothing.py:model", f"{OWN}:not a name"])
-def test_what_is_no_model_is_refused_before_torch_comes_in(value: str) -> None:
+def test_a_missing_model_is_refused_before_torch_is_imported(value: str) -> None:
     with pytest.raises(ConfigError, match="LAB_MODEL="):
         config(LAB_MODEL=value)
 
 
-def test_pp_wants_what_stages_pass_on_to_have_one_shape() -> None:
+def test_pp_requires_one_shape_between_stages() -> None:
     mode = load_for(config(RUN_MODE="pp"))
     assert mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL, LAB_WIDTH="24")) == []
     (said,) = mode.refuse(config(RUN_MODE="pp", LAB_MODEL=MODEL))
     assert "layer 0 returns [B, 64, 24]: set both to what all layers return" in said
 
 
-def test_largebatch_knows_the_labs_own_models_alone_and_says_so() -> None:
+def test_largebatch_refuses_a_users_model() -> None:
     (said,) = load_for(config(RUN_MODE="largebatch")).refuse(config(RUN_MODE="largebatch", LAB_MODEL=MODEL))
     assert "allowed: mlp, gpt" in said
 
 
-def test_weights_follow_the_seed_and_layers_without_weights_go_with_those_before(file: str) -> None:
+def test_layers_without_weights_join_the_layer_before(file: str) -> None:
     own = config(LAB_MODEL=f"{file}:points")
     one, other = build_model(own, 1), build_model(own, 2)
     again = build_model(own, 1)
@@ -281,7 +281,7 @@ def test_weights_follow_the_seed_and_layers_without_weights_go_with_those_before
     assert reads_text(MODEL) and not reads_text(f"{file}:points")
 
 
-def test_a_step_that_never_steps_its_optimizer_is_said(file: str, tmp_path: Path) -> None:
+def test_a_users_step_without_an_optimizer_step_is_reported(file: str, tmp_path: Path) -> None:
     lazy = tmp_path / "lazy_of_mine.py"
     lazy.write_text("def lazy(model, optimizer, microbatches, group):\n    return 0.0\n")
     strategy = strategy_maker(f"{lazy}:lazy")(

@@ -167,7 +167,7 @@ TEXTS: dict[str, Any] = {  # the file's text, the variables of its proof, its ex
     "strange": (STRANGE, {}, 2, "the strategy's full() returns 'layers.1.mlp.top.bias', which is no parameter of the"),
     "apart": (APART, {}, 1, "the loss of step 0 is"),
     "hangs": (HANGS, {"LAB_HANG_AFTER_S": "2"}, 1, "all_reduce", "hangs.py:10"),
-    "stands": ("clip = 1.0\nimport time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still stands at stands.py:3 after 5 s"),
+    "stands": ("clip = 1.0\nimport time\ntime.sleep(600)\n", {"LAB_JOIN_TIMEOUT_S": "5"}, 2, "the file still runs at stands.py:3 after 5 s"),
     "refused": (REFUSED, {}, 2, "batch(1, 0) returned str: expected inputs and targets"),
     "half": (HALF, {}, 1, "no rank trains rows 100 to 127 of layers.1.mlp.up.weight",
              "layers.2.mlp.up.bias on rank 1 begins with other weights than the model's"),

@@ -102,10 +102,10 @@ def test_hints_come_one_by_one_and_stay_at_the_last(typed: Typed) -> None:
     [
         (["0"], f"there is no puzzle 0, allowed: 1 to {ALL}"),
         (["99"], f"there is no puzzle 99, allowed: 1 to {ALL}"),
-        (["--hint"], "--hint is of one puzzle: distlab puzzle 7 --hint"),
-        (["3", "--all"], "--all is of all puzzles, and 3 of one: give one of them"),
-        (["--hint", "--all"], "--hint is of one puzzle: distlab puzzle 7 --hint"),
-        (["--junit", "x.xml"], "--junit is of answers that are judged"),
+        (["--hint"], "--hint needs the number of a puzzle: distlab puzzle 7 --hint"),
+        (["3", "--all"], "--all judges all puzzles, and 3 names one: give only one of the two"),
+        (["--hint", "--all"], "--hint needs the number of a puzzle: distlab puzzle 7 --hint"),
+        (["--junit", "x.xml"], "--junit needs answers to judge"),
     ],
 )
 def test_invalid_arguments_are_refused(typed: Typed, words: list[str], sentence: str) -> None:
