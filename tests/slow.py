@@ -23,8 +23,8 @@ SLOW = {
         f"tests/tools/check/dump/test_hangs.py::{test}": f"tests/tools/check/dump/test_hangs.py::{test}[{quick}]"
         for test, quick in (
             ("test_a_dump_names_what_a_live_check_names", "group_order"),
-            ("test_the_dumps_of_a_right_script_hang_nobody", "ddp"),
-            ("test_the_script_of_a_dump_hangs_alike", "missing"),
+            ("test_the_dumps_of_a_right_script_show_no_hang", "ddp"),
+            ("test_the_script_of_a_dump_hangs_in_the_same_way", "missing"),
         )
     },
     # The same in containers.
@@ -195,7 +195,7 @@ FAULTS = {
     "transposed_on_one": ("columns_scattered",),
 }
 RIGHT = {"ddp-2": ("ddp_",), "pipe_gpipe-2": ("pipe_",), "gossip-4": ("local_sgd", "post_local_sgd")}
-for table, test in ((FAULTS, "test_it_is_named"), (RIGHT, "test_nothing_is_said_of_a_right_one")):
+for table, test in ((FAULTS, "test_it_is_named"), (RIGHT, "test_a_right_script_has_no_finding")):
     begin = f"tests/tools/check/test_faults.py::{test}["
     SLOW |= {
         begin + other + ("]" if table is FAULTS else ""): f"{begin}{first}]"

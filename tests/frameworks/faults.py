@@ -60,7 +60,7 @@ FAULTS = (
              "        if accelerator.is_main_process:  # (a)\n"
              "            accuracy = evaluate(accelerator, model, validation)\n"),
         ),
-        ("Accelerator.gather_for_metrics", "stands under `if accelerator.is_main_process`",
+        ("Accelerator.gather_for_metrics", "is under `if accelerator.is_main_process`",
          "keep only the print or the write under accelerator.is_main_process"),
     ),
     Fault(
@@ -78,7 +78,7 @@ FAULTS = (
             ("    accelerator.wait_for_everyone()\n    if accelerator.is_main_process:\n",
              "    if accelerator.is_main_process:\n        accelerator.wait_for_everyone()  # (a)\n"),
         ),
-        ("Accelerator.wait_for_everyone", "stands under `if accelerator.is_main_process`",
+        ("Accelerator.wait_for_everyone", "is under `if accelerator.is_main_process`",
          "call accelerator.wait_for_everyone() before `if accelerator.is_main_process`"),
     ),
     Fault(
@@ -99,7 +99,7 @@ FAULTS = (
              "        if accelerator.is_main_process:\n"
              '            mean_loss = accelerator.reduce(loss.detach(), reduction="mean").item()  # (a)\n'),
         ),
-        ("let all ranks call Accelerator.reduce", "stands under `if accelerator.is_main_process`",
+        ("let all ranks call Accelerator.reduce", "is under `if accelerator.is_main_process`",
          "accelerator.reduce needs the part of each rank"),
     ),
     Fault(
@@ -122,7 +122,7 @@ class Mine(Trainer):
             ('    print(trainer.evaluate()["eval_accuracy"])\n', "    if trainer.is_world_process_zero():\n"
              '        print(trainer.evaluate()["eval_accuracy"])  # (a)\n'),
         ),
-        ("let all ranks call Trainer.evaluate", "stands under `if trainer.is_world_process_zero()`",
+        ("let all ranks call Trainer.evaluate", "is under `if trainer.is_world_process_zero()`",
          "keep only the print under trainer.is_world_process_zero()"),
     ),
     Fault(
@@ -147,7 +147,7 @@ class Stop(TrainerCallback):
              "        trainer.accelerator.wait_for_everyone()  # (a)\n"
              '        trainer.save_model(f"{folder}/best")\n'),
         ),
-        ("let all ranks call Accelerator.wait_for_everyone", "stands under `if trainer.is_world_process_zero()`",
+        ("let all ranks call Accelerator.wait_for_everyone", "is under `if trainer.is_world_process_zero()`",
          "call accelerator.wait_for_everyone() before"),
     ),
     Fault(
@@ -176,7 +176,7 @@ class Mine(Trainer):
 """,
             ("= Trainer(", "= Mine("),
         ),
-        ("let all ranks call Accelerator.gather", "stands under `if self.is_world_process_zero()`",
+        ("let all ranks call Accelerator.gather", "is under `if self.is_world_process_zero()`",
          "accelerator.gather needs the part of each rank"),
     ),
     Fault(
@@ -196,7 +196,7 @@ class Mine(Trainer):
             ("    trainer.test(model, validation)\n", "    if trainer.is_global_zero:\n"
              "        trainer.test(model, validation)  # (a)\n"),
         ),
-        ("let all ranks call Trainer.test", "stands under `if trainer.is_global_zero`",
+        ("let all ranks call Trainer.test", "is under `if trainer.is_global_zero`",
          "keep only the print under trainer.is_global_zero"),
     ),
     Fault(
@@ -216,7 +216,7 @@ class Mine(Trainer):
             ('    trainer.save_checkpoint(f"{folder}/last.ckpt")\n', "    if trainer.is_global_zero:\n"
              '        trainer.save_checkpoint(f"{folder}/last.ckpt")  # (a)\n'),
         ),
-        ("let all ranks call Trainer.save_checkpoint", "stands under `if trainer.is_global_zero`",
+        ("let all ranks call Trainer.save_checkpoint", "is under `if trainer.is_global_zero`",
          "trainer.save_checkpoint() writes on rank 0 alone by itself"),
     ),
     Fault(
@@ -235,7 +235,7 @@ class Mine(Trainer):
             ('        self.log("train_loss", loss, sync_dist=True)\n', "        if self.global_rank == 0:\n"
              '            self.log("train_loss", loss, sync_dist=True)  # (a)\n'),
         ),
-        ("let all ranks call LightningModule.log", "stands under `if self.global_rank == 0`",
+        ("let all ranks call LightningModule.log", "is under `if self.global_rank == 0`",
          "self.log(..., rank_zero_only=True) without sync_dist=True"),
     ),
 )  # fmt: skip

@@ -31,10 +31,10 @@ def test_the_versions_are_those_of_the_table(script: str) -> None:
 @pytest.mark.parametrize("script", PACKAGES)
 def test_nothing_is_said_of_a_right_one(script: str, tmp_path: Path) -> None:
     found = checked(SCRIPTS / f"{script}_right.py", 2, tmp_path, PYTHONHASHSEED="random")
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     assert not found.sentences
     assert not found.questions
-    assert "dropped" not in found.said and "is not recorded" not in found.said
+    assert "dropped" not in found.output and "is not recorded" not in found.output
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda each: f"{each.script}, {each.fault}")
@@ -42,18 +42,18 @@ def test_a_fault_is_told_by_line_call_and_remedy(fault: Fault, tmp_path: Path) -
     script = fault.write(tmp_path)
     found = checked(script, 2, tmp_path)
     said = " ".join(found.questions if fault.asked else found.sentences)
-    assert found.code == (0 if fault.asked else 1), found.said
-    assert line_of(script, "a") in said, found.said
+    assert found.code == (0 if fault.asked else 1), found.output
+    assert line_of(script, "a") in said, found.output
     for each in fault.told:
-        assert each in said, found.said
+        assert each in said, found.output
 
 
 @pytest.mark.parametrize("fault", ALONE, ids=lambda each: f"{each.script}, {each.fault}")
 def test_ranks_that_train_alone_are_no_pass(fault: Fault, tmp_path: Path) -> None:
     found = checked(fault.write(tmp_path), 2, tmp_path)
-    assert found.code == 1, found.said
+    assert found.code == 1, found.output
     for each in fault.told:
-        assert each in " ".join(found.sentences), found.said
+        assert each in " ".join(found.sentences), found.output
 
 
 @pytest.mark.parametrize("script", PACKAGES)
@@ -61,9 +61,9 @@ def test_a_right_one_is_proven(script: str, tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()
     found = check(SCRIPTS / f"{script}_right.py", 2, tmp_path, str(output), command="prove", PYTHONHASHSEED="random")
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     assert not found.sentences
-    assert "the same script on 1 rank, given the samples that all 2 read" in found.told, found.said
+    assert "the same script on 1 rank, given the samples that all 2 read" in found.one_line, found.output
 
 
 def test_trainers_factor_of_the_ranks_is_found(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_trainers_factor_of_the_ranks_is_found(tmp_path: Path) -> None:
     script = Fault("trainer", "", ((" average_tokens_across_devices=False,\n", "\n"),), ()).write(tmp_path)
     (tmp_path / "output").mkdir()
     found = check(script, 2, tmp_path, str(tmp_path / "output"), command="prove")
-    assert found.code == 1, found.said
-    assert "2 x those of 1 rank: summed over the 2 ranks and never divided" in " ".join(found.sentences), found.said
+    assert found.code == 1, found.output
+    assert "2 x those of 1 rank: summed over the 2 ranks and never divided" in " ".join(found.sentences), found.output
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,7 @@
-"""Scripts for `distlab check`, faulty and right, and one of them under it in local ranks: what it said, how long it took.
+"""Faulty and right scripts for `distlab check`, and a function that runs one of them on local ranks.
 
-Of scripts/faults each has one planted fault. A trailing comment `# (a)`, `# (b)`, ... marks a line of interest: (a) is
-mostly the line that the ranks which are right are in, (b) the line at which the wrong rank is instead.
+Each of scripts/faults has one planted fault. A trailing comment `# (a)`, `# (b)`, ... marks a line of interest: mostly
+(a) is the line of the ranks that are right, and (b) the line of the wrong rank.
 """
 
 import json
@@ -21,28 +21,30 @@ TIMEOUT_S = 100
 
 
 class Checked(NamedTuple):
-    """What became of a script."""
+    """The result of a checked script."""
 
     code: int
-    said: str
+    output: str
     run: dict[str, Any]
     seconds: float
 
     @property
     def sentences(self) -> list[str]:
-        """What was found."""
+        """The sentences of the findings."""
         return [finding["sentence"] for finding in self.run.get("findings", [])]
 
     @property
-    def told(self) -> str:
-        """All of it as one line, however it was wrapped."""
-        return " ".join(self.said.replace("rank 0 |", "").split())
+    def one_line(self) -> str:
+        """The output as one line, without its wrapping."""
+        return " ".join(self.output.replace("rank 0 |", "").split())
 
     @property
     def questions(self) -> list[str]:
-        """What was asked, however it was wrapped."""
-        log = "\n".join(line.removeprefix("rank 0 | ") for line in self.said.splitlines())
-        return [" ".join(asked.split()) for asked in re.findall(r"^question +(.*(?:\n {11}.*)*)", log, re.MULTILINE)]
+        """The questions, without their wrapping."""
+        log = "\n".join(line.removeprefix("rank 0 | ") for line in self.output.splitlines())
+        return [
+            " ".join(question.split()) for question in re.findall(r"^question +(.*(?:\n {11}.*)*)", log, re.MULTILINE)
+        ]
 
 
 def check(script: Path, world_size: int, folder: Path, *words: str, command: str = "check", **environ: str) -> Checked:
@@ -59,14 +61,14 @@ def check(script: Path, world_size: int, folder: Path, *words: str, command: str
     started = Warm("tests.tools.check.undrawn", [command, str(script), *words], clean(**own | environ))
     started.stdin.close()
     try:
-        said = started.stdout.read()
+        output = started.stdout.read()
         code = started.wait(TIMEOUT_S)
     finally:
         started.kill()
         started.stdout.close()
     seconds = time.monotonic() - began
     written = folder / run_id / "run.json"
-    return Checked(code, said, json.loads(written.read_text()) if written.exists() else {}, seconds)
+    return Checked(code, output, json.loads(written.read_text()) if written.exists() else {}, seconds)
 
 
 def check_text(text: str, folder: Path, *words: str, world_size: int = 2, **environ: str) -> Checked:
@@ -76,36 +78,36 @@ def check_text(text: str, folder: Path, *words: str, world_size: int = 2, **envi
 
 
 def assert_ended(checked: Checked, code: int, *says: str) -> None:
-    """With this exit code, and all of this was told, however it was wrapped."""
-    assert checked.code == code, checked.said
-    assert [each for each in says if each not in checked.told] == [], checked.said
+    """The script ended with this exit code, and its output has all of these words, wrapped or not."""
+    assert checked.code == code, checked.output
+    assert [each for each in says if each not in checked.one_line] == [], checked.output
 
 
-def lines_of(*told: list[Any]) -> list[bytes]:
-    """What a rank tells, as its doctor reads it."""
-    return [json.dumps(line).encode() for line in told]
+def lines_of(*reports: list[Any]) -> list[bytes]:
+    """A rank's reports as the coordinator reads them."""
+    return [json.dumps(line).encode() for line in reports]
 
 
-def doctor_of(*ranks: Sequence[list[Any]], hang_after_s: float = 3.0, **more: Any) -> Coordinator:
-    """A doctor that was told this by each rank at 0 s, and says nothing."""
-    doctor = Coordinator(len(ranks), hang_after_s, 60.0, lambda _: None, **more)
-    for rank, told in enumerate(ranks):
-        doctor.receive(rank, lines_of(*told), 0.0)
-    doctor.evaluate(0.0)
-    return doctor
+def coordinator_of(*ranks: Sequence[list[Any]], hang_after_s: float = 3.0, **more: Any) -> Coordinator:
+    """A coordinator without output that received these reports from each rank at 0 s."""
+    coordinator = Coordinator(len(ranks), hang_after_s, 60.0, lambda _: None, **more)
+    for rank, reports in enumerate(ranks):
+        coordinator.receive(rank, lines_of(*reports), 0.0)
+    coordinator.evaluate(0.0)
+    return coordinator
 
 
-def called(op: str, place: str, ranks: Sequence[int] = (0, 1), dtype: str = "float32") -> list[list[Any]]:
-    """What a rank tells that makes its first call, on thread 7."""
+def first_call(op: str, place: str, ranks: Sequence[int] = (0, 1), dtype: str = "float32") -> list[list[Any]]:
+    """The reports of a rank that makes its first call, on thread 7."""
     return [
         ["main", 7], ["place", 1, place, "", ""], ["group", 1, list(ranks), "", 0],
         ["kind", 1, op, [], [dtype], "", -1, -1, 0, 4, []], ["call", 1, 1, 1, 1, 0, 7, 0.0],
     ]  # fmt: skip
 
 
-def too_wide(said: str) -> list[str]:
-    """The lines that a terminal of 80 columns breaks, but for a command to repeat and a path that is longer itself."""
-    texts = [line.removeprefix("rank 0 | ") for line in said.splitlines()]
+def too_wide(output: str) -> list[str]:
+    """The lines that a terminal of 80 columns breaks, except commands to repeat and longer paths."""
+    texts = [line.removeprefix("rank 0 | ") for line in output.splitlines()]
     own = [text for text in texts if re.match(r"(?:[a-zA-Z]+ +|[ ]{11})(?=\S)", text) and text[10:11] == " "]
     cut = [text for text in own if len(f"rank 0 | {text}") > 80 and not text.startswith(("rerun ", "report "))]
     return [text for text in cut if max(map(len, text.split())) < 40]
@@ -118,8 +120,8 @@ def line_of(script: Path, marker: str) -> str:
     return f"{script.name}:{number}"
 
 
-# Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for; elastic.py is not among them:
-# it needs a launcher that starts it again (test_faults.py).
+# Correct scripts, scripts/right/NAME.py, and the number of ranks that each is written for. elastic.py is not one of them:
+# it needs a launcher that restarts it (test_faults.py).
 RIGHT = dict.fromkeys([
     "alone_first", "buckets_async", "buffers_written", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
@@ -135,15 +137,15 @@ RIGHT = dict.fromkeys([
 
 @dataclass(frozen=True)
 class Planted:
-    """A faulty script, and what a diagnosis of it has to contain."""
+    """A faulty script, and what its diagnosis must contain."""
 
     name: str  # scripts/faults/NAME.py
     world_size: int
-    exit_code: int  # 0: nothing, or only a question, is to be said
-    says: tuple[str, ...]  # lower-case words that have to occur
-    lines: tuple[str, ...]  # letters of the markers whose file.py:line has to be named
+    exit_code: int  # 0: no finding, at most a question
+    says: tuple[str, ...]  # lower-case words that must occur
+    lines: tuple[str, ...]  # letters of the markers whose file.py:line must be named
     ranks: tuple[int, ...]  # the ranks at fault
-    number: int | None = None  # of the collective in its group, from 0, where the ranks part or the others wait
+    number: int | None = None  # of the collective in its group, from 0, at which the ranks diverge or the others wait
 
 
 PLANTED = (
@@ -195,7 +197,7 @@ PLANTED = (
     Planted("temporary", 2, 0, ("is not used",), ("a",), ()),
     Planted("columns_scattered", 2, 1, ("scatter", "not contiguous"), ("a",), (0,), 0),
     Planted("transposed_on_one", 2, 1, ("reduce", "not contiguous"), ("a",), (1,), 0),
-    Planted("numpy_in_flight", 2, 0, (), (), ()),  # these two write where no version counter is told
+    Planted("numpy_in_flight", 2, 0, (), (), ()),  # these two write without a version counter
     Planted("sent_from_buffer", 2, 0, (), (), ()),
     Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
     Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
@@ -229,11 +231,11 @@ PLANTED = (
 )
 
 
-def missed(planted: Planted, checked: Checked) -> list[str]:
-    """What was to be said and was not: words, lines, ranks, the number."""
-    said = "\n".join([*checked.sentences, *checked.questions])
+def missing(planted: Planted, checked: Checked) -> list[str]:
+    """The expected words, lines, ranks and number that the diagnosis lacks."""
+    text = "\n".join([*checked.sentences, *checked.questions])
     script = SCRIPTS / "faults" / f"{planted.name}.py"
     wanted = [*planted.says, *(line_of(script, marker) for marker in planted.lines)]
     wanted += [f"#{planted.number}"] if planted.number is not None else []
-    left = [word for word in wanted if word.lower() not in said.lower()]
-    return left + [f"rank {rank}" for rank in planted.ranks if not re.search(rf"ranks? [0-9, and]*\b{rank}\b", said)]
+    left = [word for word in wanted if word.lower() not in text.lower()]
+    return left + [f"rank {rank}" for rank in planted.ranks if not re.search(rf"ranks? [0-9, and]*\b{rank}\b", text)]

@@ -1,5 +1,5 @@
-"""Every planted fault is named: the ranks, the number of the call in its group, and both lines. No false alarm: scripts
-that are right end with 0, without a finding and without a question."""
+"""Every planted fault is named with its ranks, the number of the call in its group, and both lines. There is no false
+alarm: right scripts end with 0, without a finding and without a question."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.tools.check.cases import (
     check,
     check_text,
     line_of,
-    missed,
+    missing,
     too_wide,
 )
 
@@ -25,23 +25,23 @@ from tests.tools.check.cases import (
 def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     script = SCRIPTS / "faults" / f"{planted.name}.py"
     checked = check(script, planted.world_size, tmp_path, LAB_HANG_AFTER_S="2")
-    assert checked.code == planted.exit_code, checked.said
-    assert not missed(planted, checked), checked.said
-    assert not too_wide(checked.said)
-    texts = [line.removeprefix("rank 0 | ") for line in checked.said.splitlines()]
+    assert checked.code == planted.exit_code, checked.output
+    assert not missing(planted, checked), checked.output
+    assert not too_wide(checked.output)
+    texts = [line.removeprefix("rank 0 | ") for line in checked.output.splitlines()]
     assert any(text.startswith(("FAIL  ", "PASS  ")) and len(text) < 80 for text in texts)
 
 
 @pytest.mark.parametrize(("name", "world_size"), RIGHT.items())
-def test_nothing_is_said_of_a_right_one(name: str, world_size: int, tmp_path: Path) -> None:
+def test_a_right_script_has_no_finding(name: str, world_size: int, tmp_path: Path) -> None:
     checked = check(SCRIPTS / "right" / f"{name}.py", world_size, tmp_path)
-    assert checked.code == 0, checked.said
+    assert checked.code == 0, checked.output
     assert not checked.sentences
-    assert "question" not in checked.said
-    assert "is not recorded" not in checked.said
+    assert "question" not in checked.output
+    assert "is not recorded" not in checked.output
 
 
-def test_what_is_compared_at_the_end_is_compared_before_an_exit_too(tmp_path: Path) -> None:
+def test_end_comparisons_are_made_before_an_exit_too(tmp_path: Path) -> None:
     source = (SCRIPTS / "faults" / "drifted.py").read_text()
     checked = check_text(f"{source}\nimport os\nos._exit(0)\n", tmp_path, world_size=3)
     assert_ended(checked, 1, "drifted apart")
@@ -59,7 +59,7 @@ def test_a_script_that_ends_before_it_has_begun_does_not_pass(line: str, words: 
     assert_ended(check_text(f"import os, sys\n{line}\n", tmp_path), 1, words)
 
 
-# torchrun's agent, but for the start of its ranks: forked from the agent, they import nothing again.
+# torchrun's agent, except that its ranks are forked from it, so that they import nothing again.
 AGENT = """
 import sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -77,13 +77,13 @@ elastic_launch(config, be_rank)()
 
 
 def test_a_restart_under_torchrun_is_a_run_of_its_own(tmp_path: Path) -> None:
-    """A script that fails on purpose is told of, started again by its agent, and then passes."""
+    """A script that fails on purpose is reported, restarted by its agent, and then passes."""
     own = {"LAB_RUNS_DIR": str(tmp_path / "runs"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     words = [AGENT, str(SCRIPTS / "right" / "elastic.py")]
     done = ended_warm("-c", words, environ=clean(**own), timeout_s=110)
     assert done.returncode == 0, done.stdout
-    said = " ".join(done.stdout.split())
-    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in said
+    output = " ".join(done.stdout.split())
+    assert "rank 1 raised RuntimeError: a fault of this machine at elastic.py:" in output
     assert "rank 0: resumes at step 3" in done.stdout
     first, second = (line for line in done.stdout.splitlines() if line.startswith(("FAIL ", "PASS ")))
     assert (first.split()[0], second.split()[0]) == ("FAIL", "PASS")

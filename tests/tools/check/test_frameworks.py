@@ -91,43 +91,43 @@ def test_the_page_has_the_table_of_what_make_frameworks_runs() -> None:
     assert "\n".join(["<!-- table of: tests/frameworks/faults.py -->", *table(), "<!-- end -->"]) in page
 
 
-def of_library(folder: Path, body: str) -> Checked:
+def check_library(folder: Path, body: str) -> Checked:
     package = folder / "site-packages" / "trainlib"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(LIBRARY)
     return check_text(SCRIPT.format(body=body.replace("\n", "\n    ")), folder, LAB_HANG_AFTER_S="2")
 
 
-TOLD = {
-    "a loop that ended earlier is told by steps": (
+CASES = {
+    "a loop that ended earlier is reported by steps": (
         "Trainer(5 - rank, 99).train()\ndist.barrier()",
         "rank 1's loop in Trainer.train ended after 4 optimizer steps / 4 batches of its DataLoader",
         "rank 0 is at 4 optimizer steps / 5 batches of its DataLoader",
         "has 4 batches on rank 1 and more on rank 0: uneven data", "give all ranks the same number of batches",
     ),
-    "ranks that part inside of one call are told by steps": (
+    "ranks that diverge inside of one call are reported by steps": (
         "Mine(5, 2 if rank == 1 else 99).train()",
         "in Trainer.train rank 1 is after 2 optimizer steps / 3 batches of its DataLoader and rank 0 after 2",
         "train.py:13 in Trainer.log, called by Trainer.train at train.py:25",
     ),
-    "the call that was typed is in the remedy": (
+    "the call of the script is in the remedy": (
         "trainer = Trainer(3, 99)\ntrainer.train()\nif rank == 0:\n    trainer.log(torch.ones(1))",
         "rank 0 waits in all_reduce",
-        "let all ranks call Trainer.log at train.py:28, or none; it stands under `if rank == 0`",
+        "let all ranks call Trainer.log at train.py:28, or none; it is under `if rank == 0`",
     ),
-    "a line of the user's in a forward pass, below DDP's, is told with the call above it": (
+    "a user's line in a forward pass, below DDP's, is reported with the call above it": (
         "Trainer(3, 99, Net(4, 1)).train()", "train.py:19, called by Trainer.train at train.py:25",
-        "let all ranks make the all_reduce at train.py:19, or none; it stands under `if dist.get_rank() == 0`",
+        "let all ranks make the all_reduce at train.py:19, or none; it is under `if dist.get_rank() == 0`",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_it_is_told_by_the_users_line_and_the_frameworks_call(name: str, tmp_path: Path) -> None:
-    body, *says = TOLD[name]
-    checked = of_library(tmp_path, body)
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_reported_with_the_users_line_and_the_frameworks_call(name: str, tmp_path: Path) -> None:
+    body, *says = CASES[name]
+    checked = check_library(tmp_path, body)
     assert_ended(checked, 1, *says)
-    assert "one shape" not in checked.told
+    assert "one shape" not in checked.one_line
 
 
 def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
@@ -135,26 +135,26 @@ def test_ranks_that_train_alone_are_no_pass(tmp_path: Path) -> None:
     assert_ended(check_text(ALONE, tmp_path), 1, alone, "DistributedDataParallel")
 
 
-def test_a_pass_of_ranks_that_called_nobody_is_asked_about(tmp_path: Path) -> None:
-    made = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n"
-    asked = "question ranks created a process group but made no call in it, so nothing was compared"
-    assert_ended(check_text(made, tmp_path), 0, asked)
+def test_a_run_without_calls_is_a_question(tmp_path: Path) -> None:
+    script = "import torch.distributed as dist\n\ndist.init_process_group('gloo')\nprint(dist.get_rank())\n"
+    question = "question ranks created a process group but made no call in it, so nothing was compared"
+    assert_ended(check_text(script, tmp_path), 0, question)
 
 
 def test_a_right_one_passes(tmp_path: Path) -> None:
-    assert_ended(of_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))"), 0)
+    assert_ended(check_library(tmp_path, "trainer = Mine(3, 99)\ntrainer.train()\ntrainer.log(torch.ones(1))"), 0)
 
 
-@pytest.mark.parametrize(("needs", "told"), [([1, 0], True), ([2, 2], False)], ids=["each other", "one that ended"])
-def test_each_sends_first_where_nobody_has_ended(needs: list[int], told: bool) -> None:
+@pytest.mark.parametrize(("needs", "named"), [([1, 0], True), ([2, 2], False)], ids=["each other", "one that ended"])
+def test_each_sends_first_where_nobody_has_ended(needs: list[int], named: bool) -> None:
     stuck = {}
     for rank, peer in enumerate(needs):
         call = Call(rank, CallPlace("ring.py:3"), GroupKey((0, 1, 2)), Kind("send", peer=peer), 0, 1, 0.0)
         stuck[rank] = Blocked(Wait(call, "send", call.place, 0.0), frozenset({peer}), any_of=False)
-    assert ("Each sends first" in circle(stuck[0], stuck)) == told
+    assert ("Each sends first" in circle(stuck[0], stuck)) == named
 
 
-def test_a_helper_is_told_with_its_callers() -> None:
+def test_a_helper_is_reported_with_its_callers() -> None:
     state = RankState(0, 2)
     state.receive(["place", 0, "utils.py:5", "", "utils.py", "", "", "train.py:30 from train.py:44"], 0.0)
     assert str(state.place(0)) == "utils.py:5"

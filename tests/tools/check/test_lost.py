@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped from outside is lost: it is named within 5 s, by what is left, and the code is 3."""
+"""A rank that is killed or stopped from outside is lost: the others name it within 5 s and exit with 3."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ NAMED_WITHIN_S = 5.0
 START_S = 60.0
 
 
-class Deed(threading.Thread):
-    """Does something to the script's process of rank 1, or to its doctor, once all ranks are there."""
+class Action(threading.Thread):
+    """Kills or stops the script's process of rank 1, or its supervisor, once all ranks have started."""
 
-    def __init__(self, folder: Path, deed: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path, action: Callable[[int], None]) -> None:
         super().__init__(daemon=True)
-        self._folder, self._deed = folder, deed
+        self._folder, self._action = folder, action
         self.done_at = 0.0
         self.start()
 
@@ -30,7 +30,7 @@ class Deed(threading.Thread):
             time.sleep(0.1)
         time.sleep(1.0)
         self.done_at = time.monotonic()
-        self._deed(int((self._folder / "pid1").read_text()))
+        self._action(int((self._folder / "pid1").read_text()))
 
 
 def kill_script(pid: int) -> None:
@@ -41,28 +41,28 @@ def stop_script(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-def kill_doctor(pid: int) -> None:
+def kill_supervisor(pid: int) -> None:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     os.kill(int(fields[1]), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("deed", "said"),
+    ("action", "sentence"),
     [
         (kill_script, "was killed by SIGKILL, its last call was all_reduce"),
         (stop_script, "its process was stopped (SIGSTOP), its last call was"),
-        (kill_doctor, "was killed by SIGKILL"),
+        (kill_supervisor, "was killed by SIGKILL"),
     ],
 )
-def test_it_is_named(deed: Callable[[int], None], said: str, tmp_path: Path) -> None:
-    done = Deed(tmp_path, deed)
+def test_a_lost_rank_is_named(action: Callable[[int], None], sentence: str, tmp_path: Path) -> None:
+    done = Action(tmp_path, action)
     checked = check(SCRIPTS / "long.py", 2, tmp_path, str(tmp_path))
     took_s = time.monotonic() - done.done_at
-    assert checked.code in (3, 137), checked.said  # 137: the launcher's word for a rank that was killed itself
-    assert said in checked.told
-    assert "rank 1" in checked.said
+    assert checked.code in (3, 137), checked.output  # 137: what the launcher reports for a killed rank
+    assert sentence in checked.one_line
+    assert "rank 1" in checked.output
     assert checked.run["verdict"] == "lost"
     assert [lost["rank"] for lost in checked.run["lost"]] == [1]
-    assert took_s < NAMED_WITHIN_S + 3.0  # its report is drawn, too
+    assert took_s < NAMED_WITHIN_S + 3.0  # with the drawing of its report
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid0").read_text()), 0)  # no process is left over

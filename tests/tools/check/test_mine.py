@@ -1,4 +1,4 @@
-"""The scripts that mine/ shows to try `distlab check` on: of right ones nothing is said, of each other its bug."""
+"""The scripts in mine/ to try `distlab check` on: right ones have no finding, and each wrong one has its bug named."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ MINE = Path(__file__).parents[3] / "mine"
 RIGHT = ("accumulate", "ddp", "resume")
 
 
-WRONG = {  # the checks one of which has to fail, and words that have to be said
+WRONG = {  # checks of which one must fail, and words of the finding
     "accumulate_unwrapped": ({REPLICAS}, "drifted apart", "layers.0.weight"),
     "ddp_same_data": ({DATA}, "train on the same data", "DistributedSampler"),
     "resume_rank_0": ({MATCH, HANG}, "barrier", "all_reduce"),
@@ -26,18 +26,18 @@ def checked_in(folder: Path, name: str, *words: str) -> Checked:
 
 
 def epochs_of(checked: Checked) -> list[str]:
-    """What rank 0 said of each epoch of a script that ended well, and of which nothing else was said."""
+    """Rank 0's line of each epoch, of a script that ended well without a finding or question."""
     assert_ended(checked, 0)
-    assert not checked.sentences and "question" not in checked.said
-    return [line for line in checked.said.splitlines() if re.search(r"epoch \d: ", line)]
+    assert not checked.sentences and "question" not in checked.output
+    return [line for line in checked.output.splitlines() if re.search(r"epoch \d: ", line)]
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_nothing_is_said_of_a_right_one(name: str, tmp_path: Path) -> None:
+def test_a_right_script_has_no_finding(name: str, tmp_path: Path) -> None:
     assert "epoch 1: " in epochs_of(checked_in(tmp_path, name))[-1]
 
 
-def test_nothing_is_said_of_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_script_has_no_finding(tmp_path: Path) -> None:
     first, then = (epochs_of(checked_in(tmp_path, "resume", "--epochs", count)) for count in "12")
     assert ["epoch 0: " in line for line in (*first, *then)] == [True, False]
     assert then == epochs_of(checked_in(tmp_path, "resume"))[-1:]
@@ -48,10 +48,10 @@ def test_the_bug_is_named(name: str, tmp_path: Path) -> None:
     checks, *says = WRONG[name]
     checked = checked_in(tmp_path, name)
     assert_ended(checked, 1, *says, f"{name}.py:")
-    assert {finding["check"] for finding in checked.run["findings"]} <= checks, checked.said
+    assert {finding["check"] for finding in checked.run["findings"]} <= checks, checked.output
 
 
-def test_an_order_that_stays_is_asked_about(tmp_path: Path) -> None:
+def test_an_order_that_stays_is_a_question(tmp_path: Path) -> None:
     checked = checked_in(tmp_path, "sampler_epoch")
     assert_ended(checked, 0)
     assert not checked.sentences

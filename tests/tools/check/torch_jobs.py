@@ -1,10 +1,10 @@
-"""Six classic faults of torch's own libraries, each a change of a right job, and what has to be said of it."""
+"""Six classic faults of torch's own libraries, each a change of a right job, and the words of its diagnosis."""
 
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """What is put in the place of a text of the job's, and what has to be said."""
+    """A text of the job, its faulty replacement, and the words of the diagnosis."""
 
     old: str
     new: str
@@ -22,14 +22,14 @@ SKIPPED = (
 )
 WENT_ON = "rank 1 went on after 3 optimizer steps / 3 batches of its DataLoader, and rank 0 has read 4 batches"
 FEWER = "rank 1's loop ended after 2 optimizer steps / 2 batches of its DataLoader, and rank 0 has read 3 batches"
-ON_0 = "it stands under `if rank == 0`"
-OF_SAVE = "it stands under `if step == 1 and rank == 0`"
+ON_0 = "it is under `if rank == 0`"
+OF_SAVE = "it is under `if step == 1 and rank == 0`"
 SAVE = "torch.distributed.checkpoint.save"
 
 ZERO = "        optimizer.zero_grad()\n"
 STEPS = "        optimizer.step()\n"
 EVALUATES = '    print(f"rank {rank}: {evaluate(model):.3f}")', "    if rank == 0:\n        print(evaluate(model))"
-CHANGES = {  # of each fault, what is put in the place of what; of a job, where it is another text
+CHANGES = {  # by fault: text and replacement; by job where its text is different
     "skips": (ZERO, f"        if rank == 1 and step == 2:\n            continue\n{ZERO}"),
     "stops": (STEPS, f"{STEPS}        if rank == 1 and step == 2:\n            break\n"),
     "uneven": ("TensorDataset(samples)", "TensorDataset(samples[: len(samples) - 6 * rank])"),

@@ -1,5 +1,4 @@
-"""`python -m distlab check` or `prove` without the page of its run, which takes a core for a second; other tests look at
-one."""
+"""`python -m distlab check` or `prove` without the report page, which takes a core for a second; other tests check it."""
 
 import sys
 

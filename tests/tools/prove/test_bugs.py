@@ -30,7 +30,7 @@ def prove_text(folder: Path, name: str, source: str, **environ: str) -> Checked:
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
     proven = prove(planted.name, planted.world_size, tmp_path)
-    assert proven.code == 1, proven.said
+    assert proven.code == 1, proven.output
     found = next(each for each in proven.run["findings"] if planted.names in each["sentence"])
     for words in planted.says:
         assert words in found["sentence"]
@@ -40,7 +40,7 @@ def test_it_is_named(planted: Planted, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in RIGHT), ("model", 1), ("tp", 4)])
 def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) -> None:
     proven = prove(f"right_{name}", world_size, tmp_path)
-    assert proven.code == 0, proven.said
+    assert proven.code == 0, proven.output
     assert proven.run["proven"]
     assert not proven.sentences
     written = next(tmp_path.glob("*/rank0.jsonl")).read_text()
@@ -51,8 +51,8 @@ def test_a_right_file_is_left_alone(name: str, world_size: int, tmp_path: Path) 
             assert called == round(2 * 2 / 3 * 42_368 * 8)
             assert called <= sent <= 1.1 * called
     gradients = next(each for each in proven.run["checks"] if each["name"] == "gradients")
-    assert ("seen is written by the steps: " in proven.said) == (name == "model")
-    assert ("average is written by the steps: as in one process on all ranks" in proven.said) == (name == "model")
+    assert ("seen is written by the steps: " in proven.output) == (name == "model")
+    assert ("average is written by the steps: as in one process on all ranks" in proven.output) == (name == "model")
     assert gradients["max_abs_diff"] < (1e-7 if name == "pp" else 1e-12)  # it clips without torch's epsilon
 
 
@@ -155,7 +155,7 @@ def train_step(model, optimizer, microbatches, group):
 
 def test_buffers_that_are_written_twice_or_too_early_are_named(tmp_path: Path) -> None:
     proven = prove_text(tmp_path, "logging_twice", LOGGING)
-    assert proven.code == 1, proven.said
+    assert proven.code == 1, proven.output
     seen, passes, average = proven.sentences
     assert seen.startswith("seen, a buffer that one process writes, ends as") and seen.endswith(
         ": it moved 2 x as far (on ranks 0 and 1)"
@@ -183,8 +183,8 @@ def test_what_is_said_of_a_file(name: str, tmp_path: Path) -> None:
     cannot be proven on any rank, rows that nobody trains."""
     source, environ, code, *said = TEXTS[name]
     proven = prove_text(tmp_path, name, source, **environ)
-    assert proven.code == code, proven.said
-    assert all(words in (proven.sentences[0] if name in FIRST else proven.told) for words in said), proven.said
+    assert proven.code == code, proven.output
+    assert all(words in (proven.sentences[0] if name in FIRST else proven.one_line) for words in said), proven.output
     assert not proven.run["proven"] and (proven.run["verdict"] == "refused") == (
         name in ("strange", "stands", "refused")
     )
@@ -219,7 +219,7 @@ def train_step(model, optimizer, microbatches, group):
 )
 def test_a_file_that_ends_before_its_checks_has_failed(inside: str, last: str, words: str, tmp_path: Path) -> None:
     done = prove_text(tmp_path, "ends", ENDS.format(inside=inside, last=last))
-    assert done.code == 1 and words in done.told, done.said
+    assert done.code == 1 and words in done.one_line, done.output
 
 
 def test_all_files_are_in_the_tables() -> None:

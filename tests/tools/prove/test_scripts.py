@@ -53,23 +53,23 @@ def prove(name: str, words: list[str], world_size: int, folder: Path, *before: s
 def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
     world_size, *says = WRONG[name]
     wrong = prove("script_wrong", [name], int(world_size), tmp_path)
-    assert wrong.code == 1, wrong.said
-    assert any(all(str(words) in sentence for words in says) for sentence in wrong.sentences), wrong.said
+    assert wrong.code == 1, wrong.output
+    assert any(all(str(words) in sentence for words in says) for sentence in wrong.sentences), wrong.output
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_mended_twin_is_left_alone(name: str, tmp_path: Path) -> None:
     right = prove("script_wrong", [name, "right"], 2, tmp_path)
-    assert right.code == 0, right.said
-    assert COMPARED in right.told, right.said
+    assert right.code == 0, right.output
+    assert COMPARED in right.one_line, right.output
 
 
 @pytest.mark.parametrize(("name", "world_size"), [(name, 2 + index % 3) for index, name in enumerate(RIGHT)])
 def test_a_right_script_is_left_alone(name: str, world_size: int, tmp_path: Path) -> None:
     right = prove("script_right", [name], world_size, tmp_path)
-    assert right.code == 0, right.said
+    assert right.code == 0, right.output
     assert not right.sentences
-    assert COMPARED in right.told, right.said
+    assert COMPARED in right.one_line, right.output
     table = next(each for each in written(tmp_path, "table") if each["title"].startswith("Steps on 1 rank"))
     assert len(table["rows"]) >= 2
     assert {"the gradients", "the updates"} <= {each["name"] for each in right.run["checks"]}
@@ -106,8 +106,8 @@ dist.destroy_process_group()
 def test_a_script_that_makes_its_batches_is_told_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MADE.replace("model = torch", "torch.manual_seed(0)\nmodel = torch"))
     made = check(tmp_path / "train.py", 2, tmp_path, command="prove")
-    assert made.code == 0, made.said
-    assert "put distlab.batch(x, y) around them" in made.told
+    assert made.code == 0, made.output
+    assert "put distlab.batch(x, y) around them" in made.one_line
 
 
 def test_a_module_is_named_as_python_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,22 +118,22 @@ def test_a_module_is_named_as_python_takes_it(tmp_path: Path, monkeypatch: pytes
     (package / "__main__.py").write_text(f"assert __package__ == 'trained.inner'\n{source}")
     monkeypatch.chdir(tmp_path)
     made = check(Path("-m"), 2, tmp_path, "trained.inner", command="prove")
-    assert made.code == 0, made.said
-    assert "distlab prove -m trained.inner" in made.told
+    assert made.code == 0, made.output
+    assert "distlab prove -m trained.inner" in made.one_line
     absent = check(Path("-m"), 2, tmp_path, "trained.other", command="prove")
-    assert absent.code == 2, absent.said
-    assert "-m 'trained.other' does not exist: expected a module" in absent.said
+    assert absent.code == 2, absent.output
+    assert "-m 'trained.other' does not exist: expected a module" in absent.output
 
 
 def test_a_script_that_needs_two_ranks_is_compared_with_two(tmp_path: Path) -> None:
     source = (FILES / "script_wrong.py").read_text().replace("RIGHT = ", "assert WORLD > 1\nRIGHT = ")
     (tmp_path / "train.py").write_text(source)
     alone = check(tmp_path / "train.py", 4, tmp_path, "loss_summed", command="prove")
-    assert "not compared: on 1 rank AssertionError" in alone.told
-    assert "compare with more by --reference 2" in alone.told
+    assert "not compared: on 1 rank AssertionError" in alone.one_line
+    assert "compare with more by --reference 2" in alone.one_line
     both = check(Path("--reference"), 4, tmp_path, "2", str(tmp_path / "train.py"), "divided_twice", command="prove")
-    assert both.code == 1, both.said
-    assert "0.5 x those of 2 ranks" in both.told, both.said
+    assert both.code == 1, both.output
+    assert "0.5 x those of 2 ranks" in both.one_line, both.output
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def source_line(place: CallPlace) -> str:
 
 
 def branch_of(place: CallPlace) -> str:
-    """Return the condition on a rank that decides whether the line is reached, with its place, as words after "it": of
-    the line itself, else of the nearest caller."""
+    """Return the condition on a rank that decides whether the line is reached, with its place, to follow "it ": of the
+    line itself, else of the nearest caller."""
     return next((found for each in (place, *callers_of(place)) if (found := branch_at(each))), "")
 
 
@@ -38,15 +38,13 @@ def branch_at(place: CallPlace) -> str:
                 continue
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 words = [ast.unparse(each) for each in node.decorator_list]
-                found = next(
-                    (f"stands under `@{each}` ({file}:{node.lineno})" for each in words if names_rank(each)), ""
-                )
+                found = next((f"is under `@{each}` ({file}:{node.lineno})" for each in words if names_rank(each)), "")
             if isinstance(node, ast.If) and names_rank(condition := ast.unparse(node.test)):
-                side = "" if number <= (node.body[-1].end_lineno or 0) else "the other side of "
-                found = f"stands under {side}`if {condition[:SHOWN]}` ({file}:{node.lineno})"
-            for left in left_before(node, number):
-                words_of = f"{ast.unparse(left.test)[:SHOWN]}: {ast.unparse(left.body[-1])[:SHOWN]}"
-                found = f"comes after `if {words_of}` ({file}:{left.lineno})"
+                side = "under" if number <= (node.body[-1].end_lineno or 0) else "in the other branch of"
+                found = f"is {side} `if {condition[:SHOWN]}` ({file}:{node.lineno})"
+            for branch in returns_before(node, number):
+                text = f"{ast.unparse(branch.test)[:SHOWN]}: {ast.unparse(branch.body[-1])[:SHOWN]}"
+                found = f"comes after `if {text}` ({file}:{branch.lineno})"
     return found
 
 
@@ -58,8 +56,8 @@ def is_around(node: ast.AST, number: int) -> bool:
     return first <= number <= (getattr(node, "end_lineno", 0) or 0)
 
 
-def left_before(node: ast.AST, number: int) -> Iterator[ast.If]:
-    """Yield branches in which some ranks leave a block of this node before the part with the line."""
+def returns_before(node: ast.AST, number: int) -> Iterator[ast.If]:
+    """Yield branches in which some ranks return from a block of this node before the line."""
     for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
         if isinstance(block, list) and block and block[0].lineno <= number <= (block[-1].end_lineno or 0):
             for each in block:

@@ -1,4 +1,4 @@
-"""Dumps as torch's recorder writes them over NCCL, entry by entry, for what needs no run and no GPU."""
+"""Dumps as torch's recorder writes them with NCCL, for tests that need no run and no GPU."""
 
 import json
 import pickle
@@ -37,7 +37,7 @@ def entry(
 def dump(
     entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[int]], version: str = "2.10"
 ) -> dict[str, Any]:
-    """One rank's, who is in these groups."""
+    """The dump of one rank, which is in these groups."""
     described = {
         name: {"name": name, "desc": "node" if name != WORLD else "default_pg", "ranks": str(list(ranks))}
         for name, ranks in groups.items()
@@ -46,15 +46,15 @@ def dump(
 
 
 def numbered(*entries: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same, one after another."""
+    """The same entries, numbered one after another."""
     for number, each in enumerate(entries):
         began = BEGAN_NS + number * 10**7
         each |= {"record_id": number, "op_id": number + 1, "time_created_ns": began}
     return list(entries)
 
 
-def left(folder: Path, dumps: Mapping[int, Any], *, as_json: bool = False) -> Path:
-    """The folder with these dumps by rank; as JSON they have no frames."""
+def write_dumps(folder: Path, dumps: Mapping[int, Any], *, as_json: bool = False) -> Path:
+    """Write these dumps by rank, and return the folder; as JSON they have no frames."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, value in dumps.items():
         plain = value | {"entries": [{k: v for k, v in each.items() if k != "frames"} for each in value["entries"]]}

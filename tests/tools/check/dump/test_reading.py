@@ -1,4 +1,4 @@
-"""Files of strangers: a pickle runs nothing, and what is cut, strange or nobody's is one sentence."""
+"""Untrusted files: a pickle runs nothing, and a file that is cut, malformed or without a rank is one sentence."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from tests.tools.check.dump.synthetic import dump, entry
 RIGHT = dump([entry("all_reduce", 0)], {"0": [0, 1]})
 
 
-class Runs:
-    """A pickle of it calls os.mkdir."""
+class RunsCode:
+    """Unpickling it calls os.mkdir."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ def test_the_rank_is_in_the_name(name: str, tmp_path: Path) -> None:
 
 def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="but a dump has only dicts"):
-        read(written(tmp_path, "dump_0", pickle.dumps({"version": "2.10", "entries": [Runs(tmp_path / "made")]})))
+        read(written(tmp_path, "dump_0", pickle.dumps({"version": "2.10", "entries": [RunsCode(tmp_path / "made")]})))
     assert not (tmp_path / "made").exists()
 
 
@@ -59,12 +59,12 @@ def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
         (b"\x80\x04" + b"(" * 10, "cut off"),
     ],
 )
-def test_what_cannot_be_read_is_said(data: bytes, reason: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_explained(data: bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match=reason):
         read(written(tmp_path, "dump_0", data))
 
 
-def test_a_dump_of_no_rank_is_said(tmp_path: Path) -> None:
+def test_a_dump_without_a_rank_is_explained(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
     folder.mkdir()
     with pytest.raises(Unreadable, match="its name has no rank"):
@@ -111,7 +111,7 @@ def test_a_log_in_a_folder_of_its_rank(tmp_path: Path) -> None:
     assert isinstance(found, Log) and found.by_rank == {3: "hello\n"}
 
 
-def test_bytes_of_any_kind_are_a_sentence_at_most(tmp_path: Path) -> None:
+def test_random_bytes_raise_only_unreadable(tmp_path: Path) -> None:
     draw = random.Random(0)
     right = pickle.dumps(RIGHT)
     for _ in range(300):

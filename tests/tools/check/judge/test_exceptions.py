@@ -1,4 +1,4 @@
-"""The words of exceptions: one fault of several ranks is one finding, its line says what happened and what to change."""
+"""Sentences about exceptions: one fault of several ranks is one finding that says what happened and what to change."""
 
 import json
 
@@ -8,7 +8,7 @@ from distlab.tools.check.judge.coordinator import Coordinator
 from distlab.tools.check.judge.exceptions import describe_exception, failure_key, first_informative_line, shorten
 from distlab.tools.check.judge.rank_state import Raised
 from distlab.tools.check.watch.script_error import describe_error
-from tests.tools.check.cases import doctor_of
+from tests.tools.check.cases import coordinator_of
 
 OF_A_CHILD = (
     "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  ...\nValueError: no\n"
@@ -21,7 +21,7 @@ UNUSED = (
 
 def raised_on(*texts: str) -> Coordinator:
     raised = ([["raised", "ValueError", text, "", "train.py:3", 1.0 + rank]] for rank, text in enumerate(texts))
-    return doctor_of(*raised, gather_s=0.0)
+    return coordinator_of(*raised, gather_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_two_faults_stay_two() -> None:
     assert failure_key("rank 1 and rank 2", 1) != failure_key("rank 1 and rank 2", 2)
 
 
-def test_the_first_line_that_says_something_is_taken() -> None:
+def test_the_first_informative_line_is_used() -> None:
     assert first_informative_line("\n\n  shapes differ\nmore") == "shapes differ"
     assert first_informative_line(OF_A_CHILD) == "process 1 raised ValueError: no"
     assert first_informative_line("") == ""
@@ -57,8 +57,8 @@ def test_words_are_not_cut_in_two() -> None:
 
 
 def test_the_remedy_is_in_the_sentence() -> None:
-    told = describe_exception(Raised("RuntimeError", UNUSED, "", "", 0.0), "train.py:9")
-    assert told == (
+    sentence = describe_exception(Raised("RuntimeError", UNUSED, "", "", 0.0), "train.py:9")
+    assert sentence == (
         "raised RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one at"
         " train.py:9: parameters 2, 3 of the module got no gradient on rank 1: use each parameter in the loss"
         " on each rank, or pass find_unused_parameters=True to DistributedDataParallel"

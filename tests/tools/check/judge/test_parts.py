@@ -1,4 +1,4 @@
-"""The parts of the doctor that need no script: circles of waits, axes of a mesh, stacks, spans, facts of ranks."""
+"""The parts of the coordinator that need no script: circular waits, axes of a mesh, stacks, spans, reports of ranks."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from distlab.tools.check.start.script_process import parsed
 from distlab.tools.check.watch.axes import Axes
 from distlab.tools.check.watch.patches import before, in_place_of, leave_uncompiled
 from distlab.tools.check.watch.recorder import Recorder, ending_of
-from tests.tools.check.cases import called, doctor_of, lines_of
+from tests.tools.check.cases import coordinator_of, first_call, lines_of
 
 KINDS = sorted(name.removeprefix("_on_") for name in vars(RankState) if name.startswith("_on_"))
 anything = st.recursive(
@@ -38,51 +38,53 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
-told_lines = (
+report_lines = (
     st.binary(max_size=80)
     | anything.map(lambda value: json.dumps(value).encode())
     | st.tuples(
         st.sampled_from([*KINDS, "said", "finding", "record", "refused", "module"]), st.lists(anything, max_size=6)
-    ).map(lambda told: json.dumps([told[0], *told[1]]).encode())
+    ).map(lambda reports: json.dumps([reports[0], *reports[1]]).encode())
     | st.sampled_from([b"[" * 100_000, b"9" * 5000])
 )
 
 
 @settings(max_examples=300)
-@given(st.lists(told_lines, max_size=6))
-def test_no_line_ends_the_doctor(lines: list[bytes]) -> None:
-    """Of a script that has found the pipe, or a rank that is defective."""
-    said: list[str] = []
-    doctor = Coordinator(2, 3.0, 60.0, said.append)
-    doctor.receive(1, lines, 0.0)
-    doctor.evaluate(0.5)
-    assert sum(doctor.malformed.values()) <= 2 * len(lines)
+@given(st.lists(report_lines, max_size=6))
+def test_no_line_stops_the_coordinator(lines: list[bytes]) -> None:
+    """Lines of a script that writes to the pipe, or of a defective rank."""
+    printed: list[str] = []
+    coordinator = Coordinator(2, 3.0, 60.0, printed.append)
+    coordinator.receive(1, lines, 0.0)
+    coordinator.evaluate(0.5)
+    assert sum(coordinator.malformed.values()) <= 2 * len(lines)
 
 
 NO_WAIT = Wait(None, "store.wait('key')", CallPlace("train.py:1"), 0.0)
 
 
-def standing(*needs: int, any_of: bool = False) -> Blocked:
+def blocked(*needs: int, any_of: bool = False) -> Blocked:
     return Blocked(NO_WAIT, frozenset(needs), any_of)
 
 
 @pytest.mark.parametrize(
     ("waits", "over", "stuck"),
     [
-        ({0: standing(1), 1: standing(0)}, set(), {0, 1}),
-        ({0: standing(1), 1: standing(2)}, set(), set()),  # rank 2 computes
-        ({0: standing(1), 1: standing(2)}, {2}, {0, 1}),  # rank 2 has ended
-        ({0: standing(1, 2), 1: standing(0)}, set(), {0, 1}),
-        ({0: standing(1, 2, any_of=True)}, {1}, set()),  # rank 2 may still set the key
-        ({0: standing(1, 2, any_of=True)}, {1, 2}, {0}),
-        ({0: standing(1, 2, any_of=True), 1: standing(0), 2: standing(0)}, set(), {0, 1, 2}),
+        ({0: blocked(1), 1: blocked(0)}, set(), {0, 1}),
+        ({0: blocked(1), 1: blocked(2)}, set(), set()),  # rank 2 computes
+        ({0: blocked(1), 1: blocked(2)}, {2}, {0, 1}),  # rank 2 has ended
+        ({0: blocked(1, 2), 1: blocked(0)}, set(), {0, 1}),
+        ({0: blocked(1, 2, any_of=True)}, {1}, set()),  # rank 2 may still set the key
+        ({0: blocked(1, 2, any_of=True)}, {1, 2}, {0}),
+        ({0: blocked(1, 2, any_of=True), 1: blocked(0), 2: blocked(0)}, set(), {0, 1, 2}),
     ],
 )
-def test_who_waits_for_those_alone_that_never_come(waits: dict[int, Blocked], over: set[int], stuck: set[int]) -> None:
+def test_hung_ranks_wait_only_for_ranks_that_never_come(
+    waits: dict[int, Blocked], over: set[int], stuck: set[int]
+) -> None:
     assert set(hung(waits, over)) == stuck
 
 
-def test_groups_of_an_axis_stand_in_the_order_of_the_mesh() -> None:
+def test_groups_of_an_axis_are_in_the_order_of_the_mesh() -> None:
     assert groups_of("tp", ["dp", "tp"], [2, 3], list(range(6))) == [[0, 1, 2], [3, 4, 5]]
     assert groups_of("tp", ["tp", "dp"], [2, 3], list(range(6))) == [[0, 3], [1, 4], [2, 5]]
     assert groups_of("tp", ["dp"], [6], list(range(6))) == []
@@ -99,41 +101,41 @@ def test_stacks_are_read_by_thread() -> None:
     assert parsed("") == {}
 
 
-def test_how_a_process_ended_is_said_in_words() -> None:
+def test_the_end_of_a_process_in_words() -> None:
     assert how_it_ended(-9) == "was killed by SIGKILL"
     assert how_it_ended(7) == "called os._exit(7)"
 
 
-HEAD = called("all_reduce", "train.py:4")[1:-1]
+HEAD = first_call("all_reduce", "train.py:4")[1:-1]
 MADE = [["call", number, 1, 1, 1, number, 7, float(number)] for number in range(1, 4)]
 ENDED = "all_reduce train.py:4, until the run was ended"
 
 
-def test_spans_are_calls_to_their_ends_and_what_is_cut_is_counted() -> None:
-    told = lines_of(*HEAD, *MADE, ["end", 1, 1.5], ["waited", 2, 7, 2.25])
-    spans, more = spans_of(told)
+def test_spans_end_with_their_calls_and_the_rest_is_counted() -> None:
+    reports = lines_of(*HEAD, *MADE, ["end", 1, 1.5], ["waited", 2, 7, 2.25])
+    spans, more = spans_of(reports)
     assert spans == [
         ("all_reduce", "all_reduce train.py:4", 1.0, 1.5),
         ("all_reduce", "all_reduce train.py:4", 2.0, 2.25),
         ("wait", ENDED, 3.0, 3.0),
     ]
     assert more == 0
-    foreign = [b"no json", b"[]", b"7", *lines_of(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
-    assert spans_of([*told, *foreign]) == (spans, 0)
+    malformed = [b"no json", b"[]", b"7", *lines_of(["call", 9, 1, 0, 3, 9, 7, 1.0], ["end", [], 1.0], ["kind", [], 0])]
+    assert spans_of([*reports, *malformed]) == (spans, 0)
     many = ((["call", each, 1, 1, 1, each, 7, 1.0], ["end", each, 2.0]) for each in range(MOST + 5))
     spans, more = spans_of(lines_of(*HEAD, *chain.from_iterable(many)))
     assert (len(spans), more) == (MOST, 5)
 
 
-def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
-    told = *HEAD, ["call", 1, 1, 1, 1, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
-    (stands, waits), _ = spans_of(lines_of(*told), 9.5)
-    assert stands == ("wait", ENDED, 2.0, 9.5)
+def test_a_hung_call_is_drawn_to_the_right_edge() -> None:
+    reports = *HEAD, ["call", 1, 1, 1, 1, 1, 7, 2.0], ["enter", "store.wait", ["key"], 1, 9, 3.0]
+    (hung_call, waits), _ = spans_of(lines_of(*reports), 9.5)
+    assert hung_call == ("wait", ENDED, 2.0, 9.5)
     assert waits == ("wait", "store.wait train.py:4, until the run was ended", 3.0, 9.5)
     late = ["waited", 1, 7, 9.75], ["leave", 9, 9.75], ["raised", "RuntimeError", "closed", "", "", 9.75]
-    assert spans_of(lines_of(*told, *late), 9.5)[0] == [stands, waits]  # as the others were ended
-    # Not of a script that had ended, whose handle nobody waited for, nor of what was left again.
-    left = lines_of(*told, ["leave", 9, 4.0], ["ended", 0, 4.5])
+    assert spans_of(lines_of(*reports, *late), 9.5)[0] == [hung_call, waits]  # when the others were ended
+    # Not for a script that had ended without waiting for its handle, nor for a function that returned.
+    left = lines_of(*reports, ["leave", 9, 4.0], ["ended", 0, 4.5])
     assert spans_of(left, 9.5) == ([("all_reduce", "all_reduce train.py:4", 2.0, 2.0)], 0)
 
 
@@ -148,13 +150,13 @@ def test_what_a_rank_hangs_in_is_drawn_to_the_right_edge() -> None:
 def test_two_ranks_on_one_gpu_of_a_host_are_found(
     devices: list[tuple[str, str]], visible: int, found: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    doctor = doctor_of(*([["device", 0, uuid, host, visible]] for uuid, host in devices))
-    assert [(each.check, each.ranks) for each in doctor.silent_faults.at_end()] == found
+    coordinator = coordinator_of(*([["device", 0, uuid, host, visible]] for uuid, host in devices))
+    assert [(each.check, each.ranks) for each in coordinator.silent_faults.at_end()] == found
 
 
 def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist.Work, "unbox", lambda _: None)  # NCCL's, of a call that nobody asked a handle of
-    assert ending_of("allreduce_", ([], object())) is None, "without a GPU nothing tells"
+    monkeypatch.setattr(dist.Work, "unbox", lambda _: None)  # NCCL's, of a call whose handle was not requested
+    assert ending_of("allreduce_", ([], object())) is None, "without a GPU the end is unknown"
     event = Mock()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -164,16 +166,16 @@ def test_a_call_without_a_handle_ends_with_the_stream_of_its_gpu(monkeypatch: py
     assert event.return_value.record.called
 
 
-def test_unequal_numbers_of_batches_are_asked_about() -> None:
+def test_unequal_numbers_of_batches_are_a_question() -> None:
     at: list[Any] = ["place", 1, "train.py:8", "", "train.py"]
     alone: list[Any] = ["place", 2, "train.py:30", "", "train.py"]  # a pass that rank 0 alone makes
     first = [at, alone, ["pass", 0, 2, -1], ["pass", 7, 1, -1], ["batches", 7, 4]]
-    (question,) = doctor_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).silent_faults.questions()
+    (question,) = coordinator_of(first, [at, ["pass", 7, 1, -1], ["batches", 7, 3]]).silent_faults.questions()
     assert "rank 0: 4, rank 1: 3" in question
 
 
-CALLED = called("all_reduce", "train.py:4")
-FOREIGN: list[list[Any]] = [
+CALLED = first_call("all_reduce", "train.py:4")
+MALFORMED: list[list[Any]] = [
     ["batches", 0, [4]],
     ["batch", 0, 0, [4]],
     ["input", "DDP 0", 1, 0, [4], 1],
@@ -200,51 +202,51 @@ FOREIGN: list[list[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda line: f"{line[0]} {str(line[1])[:8]}")
-def test_a_foreign_fact_is_dropped_and_asked_nothing_of(foreign: list[Any]) -> None:
-    """The script has the pipe too; what it writes there must not end the doctor when it looks at all facts."""
-    said: list[str] = []
-    doctor = Coordinator(2, 3.0, 60.0, said.append)
+@pytest.mark.parametrize("malformed", MALFORMED, ids=lambda line: f"{line[0]} {str(line[1])[:8]}")
+def test_a_malformed_report_is_dropped_without_a_question(malformed: list[Any]) -> None:
+    """The script has the pipe too; what it writes there must not stop the coordinator."""
+    printed: list[str] = []
+    coordinator = Coordinator(2, 3.0, 60.0, printed.append)
     for rank in range(2):
-        doctor.receive(rank, lines_of(*CALLED, foreign, foreign), 0.0)
-    doctor.evaluate(0.5)
-    assert list(doctor.silent_faults.questions()) == []
-    assert list(doctor.silent_faults.at_end()) == []
-    assert doctor.malformed == {0: 2, 1: 2}
-    assert len(said) == 2
+        coordinator.receive(rank, lines_of(*CALLED, malformed, malformed), 0.0)
+    coordinator.evaluate(0.5)
+    assert list(coordinator.silent_faults.questions()) == []
+    assert list(coordinator.silent_faults.at_end()) == []
+    assert coordinator.malformed == {0: 2, 1: 2}
+    assert len(printed) == 2
 
 
-def test_what_watch_tells_somebody_takes_and_nothing_is_taken_that_is_not_told() -> None:
-    """But for what a doctor tells of a process, and a proof of itself."""
+def test_each_report_of_watch_has_a_handler_and_each_handler_a_report() -> None:
+    """Except the reports of supervisors and proofs."""
     sources = "".join(path.read_text() for path in Path(check.__file__).parent.glob("*/*.py"))
-    told = re.findall(r"""send\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
-    kinds = {kind for each in told for kind in each if kind} | {"look", "stacks", "gone"}
-    taken = {*KINDS, *SilentFaults(2)._handlers, "changed", "unrecorded", "refused"}
-    assert kinds - taken == set()
-    assert taken - kinds == {"counting", "wire"}
+    reports = re.findall(r"""send\(\s*"(\w+)"|write(?:_later)?\(\s*f?'\["(\w+)"|number\("(\w+)\"""", sources)
+    kinds = {kind for each in reports for kind in each if kind} | {"look", "stacks", "gone"}
+    handled = {*KINDS, *SilentFaults(2)._handlers, "changed", "unrecorded", "refused"}
+    assert kinds - handled == set()
+    assert handled - kinds == {"counting", "wire"}
 
 
 @pytest.mark.parametrize(("strides", "found"), [([1, 4], 1), ([1, 3], 0)])
 def test_a_layout_without_gaps_is_wrong_where_ranks_differ(strides: list[int], found: int) -> None:
-    doctor = doctor_of(*([*CALLED, ["strided", 1, [3, 4], each, False]] for each in (strides, [1, 3])))
-    assert len(list(doctor.silent_faults.at_end())) == found
+    coordinator = coordinator_of(*([*CALLED, ["strided", 1, [3, 4], each, False]] for each in (strides, [1, 3])))
+    assert len(list(coordinator.silent_faults.at_end())) == found
 
 
-def test_ranks_that_all_stand_still_are_a_finding_and_one_that_computes_is_none() -> None:
-    said: list[str] = []
-    still, matching = IdleWatch(10.0, said.append), Matching(2)
-    cases = [RankState(rank, 2, cpu_share=0.0, exit_code=0 if rank else None) for rank in range(2)]
-    assert still.find_idle(cases, matching, 9.0) is None
-    found = still.find_idle(cases, matching, 10.5)
+def test_ranks_that_are_all_idle_are_a_finding() -> None:
+    printed: list[str] = []
+    still, matching = IdleWatch(10.0, printed.append), Matching(2)
+    states = [RankState(rank, 2, cpu_share=0.0, exit_code=0 if rank else None) for rank in range(2)]
+    assert still.find_idle(states, matching, 9.0) is None
+    found = still.find_idle(states, matching, 10.5)
     assert found is not None
     assert (found.check, found.ranks) == (HANG, (0,))
-    cases[0].cpu_share = 0.9
-    assert still.find_idle(cases, matching, 99.0) is None
-    cases[0].cpu_share, cases[0].starved_share = 0.03, 0.9
-    assert still.find_idle(cases, matching, 99.0) is None, "30 others have the cores"
+    states[0].cpu_share = 0.9
+    assert still.find_idle(states, matching, 99.0) is None
+    states[0].cpu_share, states[0].starved_share = 0.03, 0.9
+    assert still.find_idle(states, matching, 99.0) is None, "30 others have the cores"
 
 
-def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp() -> None:
+def test_unreadable_weights_do_not_end_an_fsdp_script() -> None:
     reporter = Mock()
     axes = Axes(Recorder(reporter, Mock()))
     sums: list[list[Any]] = []
@@ -253,19 +255,19 @@ def test_weights_that_cannot_be_read_do_not_end_a_script_that_gives_them_to_fsdp
     reporter.send.assert_called_once_with("unrecorded", "_note_sums", "RuntimeError('no data')")
 
 
-def test_torch_compile_traces_what_a_function_of_check_stands_for() -> None:
-    said: list[torch.Tensor] = []
-    twice = in_place_of(lambda values: values * 2, before(said.append))
+def test_torch_compile_traces_the_function_that_check_wraps() -> None:
+    printed: list[torch.Tensor] = []
+    twice = in_place_of(lambda values: values * 2, before(printed.append))
     compiled = torch.compile(lambda values: twice(values) + 1, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [3, 3]
-    assert said == []
+    assert printed == []
 
 
-def test_what_torch_keeps_out_of_its_graph_is_seen() -> None:
+def test_functions_outside_of_the_graph_are_observed() -> None:
     leave_uncompiled()
-    said: list[torch.Tensor] = []
+    printed: list[torch.Tensor] = []
     apart: Any = torch.compiler.disable(lambda values: values * 2)
-    watched = in_place_of(apart, before(said.append))
+    watched = in_place_of(apart, before(printed.append))
     compiled = torch.compile(lambda values: watched(values) + 1, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [3, 3]
-    assert len(said) == 1
+    assert len(printed) == 1

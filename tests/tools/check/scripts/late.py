@@ -1,4 +1,4 @@
-"""Rank 1 raises at once; rank 0 comes to its next call so many seconds later, its word."""
+"""Rank 1 raises at once; rank 0 makes its next call after as many seconds as its argument says."""
 
 import sys
 import time

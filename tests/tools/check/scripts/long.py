@@ -1,4 +1,4 @@
-"""All ranks meet ten times a second for a minute, and write down their process; whoever wants may kill one."""
+"""All ranks meet ten times a second for a minute, and write down their process id, so that a test can kill one."""
 
 import os
 import sys

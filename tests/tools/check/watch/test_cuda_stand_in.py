@@ -51,7 +51,7 @@ def test_calls_without_a_cpu_equivalent_are_refused_and_the_rest_runs(name: str,
     (tmp_path / "accelerate.py").write_text("import os\n\nassert os.environ['ACCELERATE_USE_CPU'] == 'true'\n")
     checked = check_text(BEGIN + text, tmp_path)
     assert_ended(checked, code, *messages)
-    assert checked.said.count("once\n") in (0, 2), "a failure of its own is not run twice"
+    assert checked.output.count("once\n") in (0, 2), "a failure of its own is not run twice"
 
 
 def test_a_script_that_queries_the_gpu_runs_on_its_own_cpu_path(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_script_that_queries_the_gpu_runs_on_its_own_cpu_path(tmp_path: Path) 
     reduction = "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(2, device=device))\n"
     checked = check_text(BEGIN + query + reduction, tmp_path)
     assert_ended(checked, 0)
-    assert "has no GPU" not in checked.said
+    assert "has no GPU" not in checked.output
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_script_that_queries_the_gpu_runs_on_its_own_cpu_path(tmp_path: Path) 
         ("cuda_asked", ["3"], 0, "asks for a GPU at cuda_asked.py:17 and ends without one: check runs it again", 1),
         ("cuda_asked", ["3"], 0, "There are not enough GPUs", 2),  # with any ending, and any way to query
         ("spawned_halves", [], 1, "asks at spawned_halves.py:24 how many GPUs there are, and ends", 1),
-        ("spawned_halves", [], 1, "one a rank, 2 here: run it with WORLD_SIZE as large as", 1),
+        ("spawned_halves", [], 1, "one per rank, 2 here: set WORLD_SIZE to the number that the script needs", 1),
     ],
 )
 def test_mapped_calls_and_second_runs_are_reported(
@@ -77,7 +77,7 @@ def test_mapped_calls_and_second_runs_are_reported(
 ) -> None:
     checked = check(RIGHT / f"{name}.py", 2, tmp_path, *words)
     assert_ended(checked, code)
-    assert checked.told.count(message) == times
+    assert checked.one_line.count(message) == times
 
 
 def test_a_variable_that_is_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A training without a process group: each rank has the whole model and all data for itself."""
+"""Training without a process group: each rank trains the whole model on all data by itself."""
 
 import torch
 from torch import nn

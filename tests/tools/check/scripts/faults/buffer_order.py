@@ -1,4 +1,4 @@
-"""Two tables of one shape are registered in the order of a set of words, which is another one on each rank."""
+"""Two tables of one shape are registered in the order of a set of words, which differs between ranks."""
 
 import torch
 import torch.distributed as dist

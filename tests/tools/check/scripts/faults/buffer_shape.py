@@ -1,4 +1,4 @@
-"""A buffer has a length of its own on rank 1, and DDP sends rank 0's to all."""
+"""A buffer has a different length on rank 1, and DDP sends rank 0's to all."""
 
 import torch
 import torch.distributed as dist

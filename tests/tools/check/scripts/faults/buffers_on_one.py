@@ -1,4 +1,4 @@
-"""Rank 0 looks at an example through DDP in between, which sends its buffers to nobody who waits for them."""
+"""Rank 0 alone evaluates an example through DDP, which broadcasts its buffers while no other rank receives them."""
 
 import torch
 import torch.distributed as dist

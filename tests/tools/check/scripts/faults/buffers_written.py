@@ -1,4 +1,4 @@
-"""A scale is kept in a buffer that DDP does not broadcast, from each rank's own samples, and written into the weights."""
+"""Each rank keeps a scale of its samples in a buffer that DDP does not broadcast, and writes it into the weights."""
 
 import torch
 import torch.distributed as dist

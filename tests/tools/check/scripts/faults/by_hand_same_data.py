@@ -1,4 +1,4 @@
-"""Gradients are averaged by hand, of batches that each rank draws from the generator that all have seeded alike."""
+"""Gradients are averaged by hand, but each rank draws its batches from a generator with the same seed."""
 
 import torch
 import torch.distributed as dist

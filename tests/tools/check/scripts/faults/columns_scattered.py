@@ -1,4 +1,4 @@
-"""Rank 0 deals the columns of a table out: each is a view with gaps, and gloo sends what lies behind its first element."""
+"""Rank 0 scatters columns of a table: each is a view with gaps, and gloo sends what follows its first element."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A checkpoint is saved by a thread over the group that the training uses too: their calls meet in any order."""
+"""A thread saves a checkpoint over the group that training uses too, so the order of their calls is not fixed."""
 
 import tempfile
 import time

@@ -1,4 +1,4 @@
-"""Rank 1 alone changes the bias after DDP was built, and the replicas differ from there on."""
+"""Rank 1 alone changes the bias after DDP was created, and the replicas differ from then on."""
 
 import torch
 import torch.distributed as dist

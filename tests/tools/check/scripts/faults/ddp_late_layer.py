@@ -1,4 +1,4 @@
-"""Adapters are put beside each frozen layer when the model is in its DDP already."""
+"""Adapters are added to the frozen layers after the model was wrapped in DDP."""
 
 import torch
 import torch.distributed as dist

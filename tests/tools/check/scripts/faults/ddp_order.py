@@ -1,4 +1,4 @@
-"""The model's two layers of one shape are created in another order on rank 1, so that DDP mixes them up."""
+"""Rank 1 creates the model's two layers of one shape in a different order, so that DDP mixes them up."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Actor and critic, each in a DDP of its own; the critic's loss is computed with the module inside it."""
+"""Actor and critic, each in its own DDP; the critic's loss is computed with the module inside it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The body is frozen while DDP is made, and trained from the third step on."""
+"""The body is frozen when DDP is created, and trained from the third step on."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 1 sums a matrix of shape (2, 3), rank 0 one of shape (3, 2): as many elements, and not the same ones."""
+"""Rank 1 sums a matrix of shape (2, 3), rank 0 one of shape (3, 2): equally many elements, in a different order."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Replicas averaged by hand that start equal, and rank 2 applies another learning rate than the others."""
+"""Replicas averaged by hand start equal, but rank 2 uses a different learning rate than the others."""
 
 import torch
 import torch.distributed as dist

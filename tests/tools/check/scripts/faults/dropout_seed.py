@@ -1,4 +1,4 @@
-"""The ranks of one tensor parallel group drop other elements of the same activation: each has a seed of its own."""
+"""The ranks of one tensor-parallel group drop different elements of the same activation: each has its own seed."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 0 alone tells its DistributedSampler the epoch: from the second on, ranks take parts of other permutations."""
+"""Only rank 0 calls set_epoch on its DistributedSampler: from the second epoch on, permutations differ."""
 
 import torch
 import torch.distributed as dist

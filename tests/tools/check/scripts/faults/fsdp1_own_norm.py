@@ -1,4 +1,4 @@
-"""Gradients of the older FSDP wrapper are clipped by torch.nn.utils, which knows of this rank's shard alone."""
+"""Gradients of the older FSDP wrapper are clipped by torch.nn.utils, which sees only this rank's shard."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 0 alone loads the weights, and FullyShardedDataParallel takes each rank's part from its own model."""
+"""Only rank 0 loads the weights, and FullyShardedDataParallel takes each rank's part from its own model."""
 
 import torch
 import torch.distributed as dist

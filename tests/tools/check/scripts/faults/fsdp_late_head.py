@@ -1,4 +1,4 @@
-"""A new head is put onto the model when fully_shard has been applied to it."""
+"""A new head is added to the model after fully_shard was applied to it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""fully_shard and a loader without a sampler: all ranks shuffle alike, and train on the same samples."""
+"""fully_shard and a loader without a sampler: all ranks shuffle equally, and train on the same samples."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Nothing is seeded alike, and fully_shard takes each rank's part from its own model."""
+"""Ranks do not seed equally, and fully_shard takes each rank's part from its own model."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Hybrid sharding with the older wrapper's mesh by hand: the seed has the replica in it, and nobody gives weights out."""
+"""Hybrid sharding by the older wrapper with a mesh: the seed includes the replica, and no rank sends its weights."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The last all_reduce stands under `if rank == 0`, the others go on to their end."""
+"""The last all_reduce is under `if rank == 0`, and the others continue to their end."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The gradient is written while its all_reduce is still under way: the wait comes after the write."""
+"""The gradient is written while its all_reduce is still running: the wait comes after the write."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Rank 1 works for longer than the process group's limit, while rank 0 waits for it."""
+"""Rank 1 works for longer than the process group's timeout, while rank 0 waits for it."""
 
 import time
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Rank 1 got no samples and leaves out the all_reduce, so that its all_gather meets the others' all_reduce."""
+"""Rank 1 got no samples and skips the all_reduce, so that its all_gather meets the others' all_reduce."""
 
 import torch
 import torch.distributed as dist

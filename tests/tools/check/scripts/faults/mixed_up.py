@@ -1,4 +1,4 @@
-"""Layers are gone through in the order in which each rank has used them; two have one shape."""
+"""Gradients are averaged in the order in which each rank has used the layers; two layers have one shape."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Statistics in a NumPy array are summed, and scaled through the array before the wait: no version counter is told."""
+"""Statistics in a NumPy array are summed, and scaled through the array before the wait: no version counter shows it."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Rank 1 leaves by os._exit(7) in the middle, without a word, and the others wait for it."""
+"""Rank 1 calls os._exit(7) in the middle without any output, and the others wait for it."""
 
 import os
 

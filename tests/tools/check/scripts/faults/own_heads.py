@@ -1,4 +1,4 @@
-"""Clients average a body by hand and keep heads of their own, which were equal at the start: asked, and right."""
+"""Clients average a body by hand and keep their own heads, which were equal at the start: a question, and right."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Each rank makes a model of its own, and gradients are averaged by hand in one flat copy."""
+"""Each rank creates its own model, and gradients are averaged by hand in one flat copy."""
 
 import torch
 import torch.distributed as dist

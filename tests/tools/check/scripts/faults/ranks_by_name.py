@@ -1,4 +1,4 @@
-"""Ranks that the script starts by a function whose name alone it knows, so that nobody sees what they make."""
+"""The script starts ranks by a function that it knows only by name, so that check cannot observe them."""
 
 import importlib
 import multiprocessing

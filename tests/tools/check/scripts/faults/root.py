@@ -1,4 +1,4 @@
-"""Rank 2 takes itself for the source of the broadcast, the others take rank 0."""
+"""Rank 2 passes itself as the source of the broadcast, the others pass rank 0."""
 
 import torch
 import torch.distributed as dist

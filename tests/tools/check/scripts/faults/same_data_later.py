@@ -1,4 +1,4 @@
-"""Rank 0 alone has made a DDP and a pass over a loader before; then all ranks train on the same samples."""
+"""Rank 0 alone has created a DDP and read a loader before; then all ranks train on the same samples."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Where rank 0 logs it also steps the scheduler; the others keep their learning rate."""
+"""Only rank 0 steps the scheduler, where it logs; the others keep their learning rate."""
 
 import torch
 import torch.distributed as dist

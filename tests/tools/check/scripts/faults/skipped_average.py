@@ -1,4 +1,4 @@
-"""Gradients are averaged by hand at every second step alone, and each step uses them."""
+"""Gradients are averaged by hand only at every second step, and each step uses them."""
 
 import torch
 import torch.distributed as dist

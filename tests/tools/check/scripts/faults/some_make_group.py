@@ -1,4 +1,4 @@
-"""Rank 2 leaves out the new_group of ranks 0 and 1, so that its next group gets another name than the others'."""
+"""Rank 2 skips the new_group of ranks 0 and 1, so that its next group has a different name than on the others."""
 
 import torch
 import torch.distributed as dist

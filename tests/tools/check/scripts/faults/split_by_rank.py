@@ -1,4 +1,4 @@
-"""Every rank splits the data set by a seed of its own, and trains on its share of its own training set."""
+"""Every rank splits the data set with its own seed, and trains on its part of its own training set."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Each pair of ranks shares a number of its first one, which the second pair names as if its ranks counted from 0."""
+"""Each pair broadcasts a number of its first rank, which the second pair names as if its ranks counted from 0."""
 
 import torch
 import torch.distributed as dist

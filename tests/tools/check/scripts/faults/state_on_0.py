@@ -1,4 +1,4 @@
-"""Rank 0 alone has trained before; DDP sends its weights to all ranks, and the moments of Adam it keeps for itself."""
+"""Only rank 0 has trained before; DDP sends its weights to all ranks, but not the moments of Adam."""
 
 import io
 

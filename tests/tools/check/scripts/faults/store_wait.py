@@ -1,4 +1,4 @@
-"""Rank 1 waits in a store for a key that nobody sets, the other is in the barrier."""
+"""Rank 1 waits in a store for a key that no rank sets, while the other is in the barrier."""
 
 import os
 from datetime import timedelta

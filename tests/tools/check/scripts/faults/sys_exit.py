@@ -1,4 +1,4 @@
-"""Rank 1 finds nothing to do and leaves by sys.exit(3), the others wait for it in all_reduce."""
+"""Rank 1 finds nothing to do and calls sys.exit(3), the others wait for it in all_reduce."""
 
 import sys
 

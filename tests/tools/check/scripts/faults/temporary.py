@@ -1,4 +1,4 @@
-"""The mean loss of all ranks is to be shown, and is summed in a tensor that nobody has a name for."""
+"""The mean loss of all ranks is to be shown, but is summed in a temporary tensor without a name."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand, whose ranks have other samples: their partial sums are of other samples."""
+"""Tensor parallelism by hand whose ranks have different samples, so that partial sums of different samples add up."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand, whose ranks clip their halves of the gradients by norms of their own."""
+"""Tensor parallelism by hand whose ranks clip their halves of the gradients by their own norms."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Each rank of a tensor-parallel group draws samples of its own, where all hold parts of one layer."""
+"""Each rank of a tensor-parallel group draws its own samples, although all have parts of one layer."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A gradient is summed on rank 0, and rank 1 has it transposed in memory: other elements are added to each other."""
+"""A gradient is summed, but rank 1 has it transposed in memory: different elements are added to each other."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The loss is read while its all_reduce may still be under way: the handle is dropped and nobody waits for it."""
+"""The loss is read while its all_reduce may still be running: the handle is dropped without a wait."""
 
 import torch
 import torch.distributed as dist

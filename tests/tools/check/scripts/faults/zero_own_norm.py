@@ -1,4 +1,4 @@
-"""Gradients are cut over ranks by a reduce_scatter, and each rank clips its part by that part's own norm."""
+"""Gradients are sharded by a reduce_scatter, and each rank clips its part by that part's own norm."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Before all ranks train, and between, rank 0 does by itself what all do later: it trains in DDP, validates, splits."""
+"""Before all ranks train, and between, rank 0 does alone what all do later: it trains in DDP, validates, splits."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Gradients all-reduced while the backward pass goes on: a layer's slice of one flat buffer as soon as it is full."""
+"""Gradients are all-reduced during the backward pass: a layer's slice of one flat buffer as soon as it is full."""
 
 import torch
 import torch.distributed as dist

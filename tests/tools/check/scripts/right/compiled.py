@@ -1,5 +1,5 @@
 """Models with dropout that are compiled inside of DDP, around it and in its place, around fully_shard, and collectives in
-compiled code: what torch.compile traces is what it traces without check, or fullgraph=True raises."""
+compiled code: torch.compile traces the same as without check, else fullgraph=True raises."""
 
 from collections.abc import Iterator
 from typing import Any

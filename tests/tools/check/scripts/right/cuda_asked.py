@@ -1,5 +1,5 @@
-"""A trainer that ends where it finds no GPU, by torch.cuda or by torch.accelerator; then it makes a mesh of them, on which
-it trains by DDP and by FSDP, which takes the current GPU where it is told of none."""
+"""A trainer that ends if torch.cuda or torch.accelerator finds no GPU; then it creates a mesh of them, on which it trains
+by DDP and by FSDP, which uses the current GPU by default."""
 
 import os
 import sys

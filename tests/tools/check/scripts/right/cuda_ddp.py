@@ -1,4 +1,4 @@
-"""A trainer for GPUs: a device a rank, autocast, a scaler, pinned batches, micro-steps without a sync."""
+"""A trainer for GPUs: a device per rank, autocast, a scaler, pinned batches, micro-steps without a sync."""
 
 import os
 

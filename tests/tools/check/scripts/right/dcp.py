@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: saved, saved by a thread over a group of its own while the training goes on, loaded."""
+"""torch.distributed.checkpoint: saved, saved by a thread over its own group while the training continues, loaded."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Data-parallel training with DDP: each rank has data of its own, DDP averages the gradients."""
+"""Data-parallel training with DDP: each rank has its own data, DDP averages the gradients."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""BatchNorm under DDP: parameters stay equal; running averages are those of each rank's own last batch at the end."""
+"""BatchNorm under DDP: parameters stay equal; at the end running averages are of each rank's own last batch."""
 
 import torch
 import torch.distributed as dist

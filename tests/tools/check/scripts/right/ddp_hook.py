@@ -1,4 +1,4 @@
-"""DDP with a communication hook that halves the gradients' bytes: they travel as float16."""
+"""DDP with a communication hook that halves the gradients' bytes: they are sent as float16."""
 
 import torch
 import torch.distributed as dist

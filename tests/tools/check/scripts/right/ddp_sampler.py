@@ -1,4 +1,4 @@
-"""DDP over a data set that a DistributedSampler shares out, loaded by two workers per rank."""
+"""DDP over a data set that a DistributedSampler divides, loaded by two workers per rank."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Actor and critic, each in a DDP of its own; the modules inside are called where nothing is trained."""
+"""Actor and critic, each in its own DDP; the modules inside are called where nothing is trained."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The body is frozen while DDP is made; to train it DDP is made anew, with an optimizer of its own."""
+"""The body is frozen when DDP is created; to train it, DDP is created again with its own optimizer."""
 
 import torch
 import torch.distributed as dist

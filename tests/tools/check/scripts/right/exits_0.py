@@ -1,4 +1,4 @@
-"""All ranks meet at a barrier, and leave by os._exit(0), without waiting for threads that libraries have left."""
+"""All ranks meet at a barrier and call os._exit(0), without waiting for threads of libraries."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Gossip: four ranks begin alike and average their gradients in pairs that change, so no two of them stay alike."""
+"""Gossip: four ranks begin equal and average their gradients in changing pairs, so that all of them differ later."""
 
 import torch
 import torch.distributed as dist

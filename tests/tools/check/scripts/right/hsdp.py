@@ -1,4 +1,4 @@
-"""Replicas of shards with both wrappers, one seed for weights and one a rank for samples; norms are of all shards."""
+"""Replicas of shards with both wrappers, one seed for weights and one per rank for samples; norms are of all shards."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""Views of all kinds, given to calls that take them: gathered columns, a matrix that is transposed on all ranks, halves
-of a buffer whose other half is written before the wait, a NumPy array that is read again after it."""
+"""Views of all kinds in calls that allow them: gathered columns, a matrix that is transposed on all ranks, halves of a
+buffer whose other half is written before the wait, a NumPy array that is read again after it."""
 
 import numpy as np
 import torch

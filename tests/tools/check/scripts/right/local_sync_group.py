@@ -1,4 +1,4 @@
-"""A group made by its members alone: use_local_synchronization asks nothing of the other ranks."""
+"""A group created only by its members: use_local_synchronization needs no other rank."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Each rank has a buffer of its own length, which DDP is told to leave alone."""
+"""Each rank has a buffer of its own length, and DDP does not broadcast buffers."""
 
 import torch
 import torch.distributed as dist

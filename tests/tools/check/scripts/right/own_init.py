@@ -1,4 +1,4 @@
-"""Each rank makes a model of its own and takes that of rank 0; gradients are averaged by hand in one flat copy."""
+"""Each rank creates its own model and receives rank 0's; gradients are averaged by hand in one flat copy."""
 
 import torch
 import torch.distributed as dist

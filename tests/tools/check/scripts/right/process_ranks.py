@@ -1,4 +1,4 @@
-"""The script starts a process a rank, each of which meets the others by an address; a helper of rank 0's makes none."""
+"""The script starts a process per rank, which meet at an address; a helper process of rank 0 joins no group."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""The process group destroyed and made again within the process, over a store on another port agreed before."""
+"""The process group is destroyed and created again in the process, over a store on another, agreed port."""
 
 from datetime import timedelta
 

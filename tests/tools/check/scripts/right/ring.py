@@ -1,4 +1,4 @@
-"""An all-reduce around a ring: in each step one chunk of the buffer leaves, and what came is added to another."""
+"""An all-reduce around a ring: in each step one chunk of the buffer is sent, and the received one added to another."""
 
 import torch
 import torch.distributed as dist

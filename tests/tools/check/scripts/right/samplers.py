@@ -1,4 +1,4 @@
-"""A split that is seeded alike, a sampler whose epoch all ranks tell, one more without a shuffle, gradients by hand."""
+"""A split with one seed, a sampler whose epoch all ranks set, another without a shuffle, gradients by hand."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The learning rate falls by a loss that all ranks share; two parameter groups; weights are loaded after DDP was made."""
+"""The learning rate falls by a loss that is equal on all ranks; two parameter groups; weights are loaded after DDP."""
 
 import torch
 import torch.distributed as dist

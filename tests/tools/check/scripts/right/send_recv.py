@@ -1,4 +1,4 @@
-"""Blocking send and recv: neighbours in odd-even order, two messages told apart by tags, receipt from any source."""
+"""Blocking send and recv: neighbours in odd-even order, two messages with different tags, receives from any source."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The script starts its own ranks twice: as many as there are, and then fewer, which have two devices each."""
+"""The script starts its own ranks three times: as many as there are, half of them with two devices each, and all."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The script starts its own ranks by torch.multiprocessing.spawn, at an address of its own."""
+"""The script starts its own ranks by torch.multiprocessing.spawn, at its own address."""
 
 import os
 import sys

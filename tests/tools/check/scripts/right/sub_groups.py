@@ -1,4 +1,4 @@
-"""Overlapping groups: every rank makes all of them in the same order, only the members use them."""
+"""Overlapping groups: every rank creates all of them in the same order, only the members use them."""
 
 import torch
 import torch.distributed as dist

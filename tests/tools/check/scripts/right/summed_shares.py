@@ -1,4 +1,4 @@
-"""Each rank's loss is its share of the mean over the tokens of all ranks, so gradients are summed and not divided."""
+"""Each rank's loss is its part of the mean over the tokens of all ranks, so gradients are summed and not divided."""
 
 import torch
 import torch.distributed as dist

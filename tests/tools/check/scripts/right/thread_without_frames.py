@@ -1,4 +1,4 @@
-"""A collective from a thread on which no Python runs, as a GPU's backward pass is one, and one that has no handle."""
+"""A collective from a thread without Python frames, as in a GPU's backward pass, and one without a handle."""
 
 import _thread
 import time

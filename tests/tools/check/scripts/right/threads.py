@@ -1,4 +1,4 @@
-"""A second thread sums up a metric over a group of its own while the main thread trains."""
+"""A second thread sums up a metric over its own group while the main thread trains."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""First and last stage of a pipeline have one table: their gradients are summed, under another name on each."""
+"""First and last stage of a pipeline have one table: their gradients are summed, with a different name on each."""
 
 import torch
 import torch.distributed as dist

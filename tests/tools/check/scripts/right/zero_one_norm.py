@@ -1,4 +1,4 @@
-"""Gradients are cut over ranks by a reduce_scatter, and clipped by the norm of them all; each part's own is only told."""
+"""Gradients are sharded by a reduce_scatter and clipped by the norm of all parts; each part's own is only logged."""
 
 import torch
 import torch.distributed as dist

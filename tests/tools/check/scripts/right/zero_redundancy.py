@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: Adam's moments are shared out, each rank steps its parameters and broadcasts them."""
+"""ZeroRedundancyOptimizer: Adam's moments are sharded, each rank steps its parameters and broadcasts them."""
 
 import torch
 import torch.distributed as dist

@@ -1,10 +1,10 @@
-"""A script on gloo ranks that leave what a job on a cluster leaves: dumps of torch's flight recorder, stacks and logs.
+"""Run a script on gloo ranks that leave the files of a cluster's job: dumps of torch's flight recorder, stacks, logs.
 
-    python -m tests.tools.check.dump.leaving SCRIPT FOLDER     as one rank, with RANK, WORLD_SIZE and MASTER_* set
+    python -m tests.tools.check.dump.dumping_ranks SCRIPT FOLDER     as one rank, with RANK, WORLD_SIZE and MASTER_* set
 
-A rank answers each line that it is told: whether it moves, stands still or has ended, and "dump" with its files. An
-ended rank's process stays, so that the others hang as they do over NCCL instead of losing a connection. NCCL writes the
-ranks of each group into a dump and gloo does not: here they are added, as torch.distributed knows them.
+A rank answers each line on its standard input: whether it moves, is still or has ended. On "dump" it writes its files. An
+ended rank's process stays, so that the others hang as with NCCL instead of losing a connection. NCCL writes the ranks of
+each group into a dump and gloo does not: here they are added from torch.distributed.
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ LOOK_S = 0.1
 TIMEOUT_S = 60
 
 
-class Leaver:
+class DumpingRank:
     """One rank."""
 
     def __init__(self, script: Path, folder: Path) -> None:
@@ -42,10 +42,10 @@ class Leaver:
         self._main = threading.main_thread().ident or 0
 
     def run(self) -> None:
-        """The script, to its end; the process stays."""
-        os._exit = self._left  # type: ignore[assignment]
+        """Run the script to its end; the process stays."""
+        os._exit = self._end  # type: ignore[assignment]
         dist.destroy_process_group = lambda *args, **named: None
-        for each in (self._look, self._answer):
+        for each in (self._watch_progress, self._answer):
             threading.Thread(target=each, daemon=True).start()
         sys.argv, sys.path[0] = [str(self.script)], str(self.script.parent)
         code = 0
@@ -56,16 +56,16 @@ class Leaver:
         except BaseException:
             (self.folder / f"rank{self.rank}.log").write_text(traceback.format_exc())
             code = 1
-        self._left(code)
+        self._end(code)
 
-    def _left(self, code: int = 0) -> NoReturn:
+    def _end(self, code: int = 0) -> NoReturn:
         self.note_groups()
         self.state = f"ended {code}"
         while True:
             time.sleep(TIMEOUT_S)
 
-    def _look(self) -> None:
-        """Without the recorder, which may wait for the interpreter's lock with its own held as it notes a call."""
+    def _watch_progress(self) -> None:
+        """Watch without the recorder, which may wait for the interpreter's lock while it holds its own."""
         seen: Any = None
         since = time.monotonic()
         while not self.state.startswith("ended"):
@@ -86,21 +86,21 @@ class Leaver:
                 self.note_groups()
                 self.write()
             print(self.state, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)  # who asked is gone
+        os.kill(os.getpid(), signal.SIGKILL)  # the launcher has exited
 
     def note_groups(self) -> None:
-        """The groups of this rank as NCCL's dumps have them."""
+        """Note the groups of this rank as NCCL's dumps have them."""
         world: Any = dist.distributed_c10d._world
-        with suppress(RuntimeError):  # one is made meanwhile
+        with suppress(RuntimeError):  # one is created meanwhile
             for group, ranks in list(world.pg_group_ranks.items()):
                 if group not in world.pg_names:
-                    continue  # it is none of this rank's
+                    continue  # this rank is not in it
                 name = world.pg_names[group]
                 described = {"name": name, "desc": group.group_desc, "ranks": json.dumps(sorted(ranks))}
                 self.groups[name] = described
 
     def write(self) -> None:
-        """The dump, as pickle and as JSON, and the stacks."""
+        """Write the dump, as pickle and as JSON, and the stacks."""
         c10d: Any = torch._C._distributed_c10d
         dump = pickle.loads(c10d._dump_fr_trace())  # ours
         for folder, value in (("pickle", dump), ("json", json.loads(c10d._dump_fr_trace_json()))):
@@ -112,9 +112,9 @@ class Leaver:
             faulthandler.dump_traceback(file=stacks, all_threads=True)
 
 
-def leave(script: Path, world_size: int, folder: Path) -> Path:
-    """Run the script until all its ranks have ended or stand still; `folder` has what they left: dumps of all where all
-    ended well, else of those that stand still."""
+def leave_dumps(script: Path, world_size: int, folder: Path) -> Path:
+    """Run the script until all its ranks have ended or are still, and return the folder with their files: dumps of all
+    if all ended well, else of those that are still."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {
         "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -123,20 +123,20 @@ def leave(script: Path, world_size: int, folder: Path) -> Path:
     }  # fmt: skip
     ranks = [
         Warm(
-            "tests.tools.check.dump.leaving", [str(script), str(folder)],
+            "tests.tools.check.dump.dumping_ranks", [str(script), str(folder)],
             clean(**own, RANK=str(rank), LOCAL_RANK=str(rank)), script.parent,
         )
         for rank in range(world_size)
     ]  # fmt: skip
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while "moving" in (states := [asked(rank, "?") for rank in ranks]):
+        while "moving" in (states := [ask(rank, "?") for rank in ranks]):
             assert time.monotonic() < deadline, states
             time.sleep(LOOK_S)
         well = states == ["ended 0"] * world_size
         for rank, state in zip(ranks, states, strict=True):
             if well or state == "still":
-                asked(rank, "dump")
+                ask(rank, "dump")
     finally:
         for rank in ranks:
             rank.kill()
@@ -144,14 +144,14 @@ def leave(script: Path, world_size: int, folder: Path) -> Path:
                 rank.stdin.close()
             rank.stdout.close()
     codes = [(rank, int(state.split()[1])) for rank, state in enumerate(states) if state.startswith("ended")]
-    told = [f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n" for rank, code in codes]
+    lines = [f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 1)\n" for rank, code in codes]
     if not well:
-        (folder / "torchrun.log").write_text("".join(told))
+        (folder / "torchrun.log").write_text("".join(lines))
     return folder
 
 
-def asked(rank: Warm, what: str) -> str:
-    """What the rank answers, whose script may print too; how it ended where its process is gone."""
+def ask(rank: Warm, what: str) -> str:
+    """Return the rank's answer, as its script may print too; or how it ended if its process has exited."""
     with suppress(BrokenPipeError):
         rank.stdin.write(f"{what}\n")
         rank.stdin.flush()
@@ -162,4 +162,4 @@ def asked(rank: Warm, what: str) -> str:
 
 
 if __name__ == "__main__":
-    Leaver(Path(sys.argv[1]), Path(sys.argv[2])).run()
+    DumpingRank(Path(sys.argv[1]), Path(sys.argv[2])).run()
