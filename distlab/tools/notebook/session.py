@@ -46,7 +46,7 @@ class Session(WarmRanks):
 
     def __init__(self) -> None:
         self._cells = Path(tempfile.mkdtemp(prefix="distlab-cells-"))
-        super().__init__(Cells, str(Path.cwd()), str(self._cells), [Cells.__module__], apart=True)
+        super().__init__(Cells, str(Path.cwd()), str(self._cells), [Cells.__module__], own_interpreters=True)
         self.names: dict[int, list[str]] = {}  # by rank, after its last cell; none for a restarted rank
 
     @property

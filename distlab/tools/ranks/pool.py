@@ -85,7 +85,7 @@ class Outcome:
     findings: list[Finding]
     printed: dict[int, str]
     lost: Mapping[int, str]  # ranks whose processes were killed, and how
-    late: str = ""  # why it was ended, if not for a finding
+    stop_reason: str = ""  # why it was ended, if not for a finding
     rows: list[tuple[str, str]] = field(default_factory=list)  # where each rank was then
 
     @property
@@ -95,7 +95,7 @@ class Outcome:
     @property
     def is_bad(self) -> bool:
         """Return whether the task has failed."""
-        return bool(self.late or self.findings or self.lost or self.failed)
+        return bool(self.stop_reason or self.findings or self.lost or self.failed)
 
     def raised(self) -> dict[int, RankResult]:
         """Return the ranks that failed first: those the coordinator blames, or all failed ones without a finding."""
@@ -107,7 +107,7 @@ class Outcome:
         """Return the report of a failure: the coordinator's sentences, where each rank was, and the first errors."""
         lines = [f"rank {rank} {how}" for rank, how in self.lost.items()]  # the other errors follow from it
         lines += [finding.sentence for finding in self.findings]
-        lines += [self.late] * bool(self.late)
+        lines += [self.stop_reason] * bool(self.stop_reason)
         lines = lines or [f"{name_ranks(list(self.failed))} failed"]
         lines += ["  ".join(row).rstrip() for finding in self.findings for row in finding.rows]
         lines += ["  ".join(row) for row in self.rows]
@@ -122,17 +122,17 @@ class Outcome:
 class WarmRanks:
     """Ranks that are forked once and stay, each with an `executor` (rank.py), and the store in which they meet.
 
-    `folder` has the user's files; with `apart`, each is forked from its own interpreter, as under torchrun.
+    `folder` has the user's files; with `own_interpreters`, each is forked from its own interpreter, as under torchrun.
     """
 
     target = staticmethod(serve)  # of a rank's process
 
     def __init__(
         self, executor: Callable[[Rank], Executor], root: str, folder: str = "", preload: Sequence[str] = (), *,
-        apart: bool = False,
+        own_interpreters: bool = False,
     ) -> None:  # fmt: skip
         self._executor, self._root, self._folder = executor, root, folder or root
-        self._preload, self._apart = [PRELOADED, *preload], apart and not has_fixed_hash_seed()
+        self._preload, self._own_interpreters = [PRELOADED, *preload], own_interpreters and not has_fixed_hash_seed()
         self._ranks: list[WarmRank] = []
         self._servers: list[ForkServer] = []
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -171,7 +171,7 @@ class WarmRanks:
     def fork(self, count: int) -> list[WarmRank]:
         """Fork the ranks missing from `count`, not yet ready."""
         check_open_file_limit(count)
-        for _ in range(len(self._servers), count if self._apart else 1):
+        for _ in range(len(self._servers), count if self._own_interpreters else 1):
             self._servers.append(ForkServer(self._preload))
             self._servers[-1].start()
         new = [self._fork_rank(rank) for rank in range(len(self._ranks), count)]
@@ -199,7 +199,7 @@ class WarmRanks:
 
     def _fork_rank(self, rank: int) -> WarmRank:
         start = Start(rank, self.port, self._key, self._root, sys.path, self._folder, self._executor)
-        return WarmRank(start, self._servers[rank if self._apart else 0], self.target)
+        return WarmRank(start, self._servers[rank if self._own_interpreters else 0], self.target)
 
     def kill(self) -> None:
         for rank in self._ranks:
@@ -280,12 +280,12 @@ class TaskMonitor:
             self.coordinator.receive(number, lines, now())
         self.coordinator.evaluate(now())
 
-    def outcome(self, late: str = "") -> Outcome:
+    def outcome(self, stop_reason: str = "") -> Outcome:
         """Return the outcome as known now."""
         rows = [(f"rank {each.rank}", format_stack(each.frames())) for each in self.coordinator.states if not each.over]
         printed = {number: rank.printed() for number, rank in enumerate(self._ranks)}
-        kept = [each for each in self.coordinator.findings if each.check in (MATCH, HANG, END)]
-        return Outcome(self._ended, kept, printed, self.coordinator.lost, late, rows if late else [])
+        findings = [each for each in self.coordinator.findings if each.check in (MATCH, HANG, END)]
+        return Outcome(self._ended, findings, printed, self.coordinator.lost, stop_reason, rows if stop_reason else [])
 
 
 def format_stack(frames: Sequence[Any]) -> str:

@@ -175,7 +175,7 @@ def pool_of(config: pytest.Config) -> "WarmRanks":
 
         executor = functools.partial(BodyExecutor, [*config.getini("python_files"), "conftest.py"])
         preload = [BodyExecutor.__module__, *config.getini(PRELOAD)]
-        config.stash[POOL] = WarmRanks(executor, str(config.rootpath), preload=preload, apart=True)
+        config.stash[POOL] = WarmRanks(executor, str(config.rootpath), preload=preload, own_interpreters=True)
     return config.stash[POOL]
 
 

@@ -1,5 +1,7 @@
-"""One interpreter for all ranks: with one each the start takes 2 s of a core a rank more (tests/tools/check/start/test_fork_servers.py
-has what differs)."""
+"""Fork all ranks from one interpreter: with one each, the start takes 2 s more of a core per rank.
+
+tests/tools/check/start/test_fork_servers.py has the differences.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The magics as they are typed, and the notebooks of notebooks/, executed as Jupyter does it."""
+"""The magics as a user types them, and the notebooks of notebooks/, executed as Jupyter does."""
 
 import re
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def typed() -> Iterator[RanksMagics]:
-    """The magics in a shell of IPython's."""
+def magics() -> Iterator[RanksMagics]:
+    """The magics in an IPython shell."""
     shell = get_ipython()  # type: ignore[no-untyped-call]
     shell.run_line_magic("load_ext", "distlab")
     found: RanksMagics = shell.magics_manager.registry["RanksMagics"]
@@ -41,33 +41,33 @@ def typed() -> Iterator[RanksMagics]:
         ("2 '", "No closing quotation"),
     ],
 )
-def test_what_is_typed_wrong_is_said_in_a_line(typed: RanksMagics, line: str, sentence: str) -> None:
+def test_wrong_arguments_are_reported_in_one_line(magics: RanksMagics, line: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=re.escape(sentence)):
-        typed.ranks(line, "1")
+        magics.ranks(line, "1")
 
 
-def test_ranks_are_started_shown_and_stopped(typed: RanksMagics, capsys: pytest.CaptureFixture[str]) -> None:
-    typed.ranks("")
+def test_ranks_are_started_listed_and_stopped(magics: RanksMagics, capsys: pytest.CaptureFixture[str]) -> None:
+    magics.ranks("")
     assert capsys.readouterr().out == "no ranks: %ranks 4 starts four\n"
-    typed.ranks("2")
+    magics.ranks("2")
     assert re.fullmatch(r"2 ranks in \d+\.\d s\n", capsys.readouterr().out)
-    typed.ranks("", "x = rank\nx")
+    magics.ranks("", "x = rank\nx")
     assert capsys.readouterr().out == "rank 0 | = 0\nrank 1 | = 1\n"
-    typed.ranks("--show wire", "dist.barrier()")
+    magics.ranks("--show wire", "dist.barrier()")
     assert "bytes sent by" in capsys.readouterr().out
-    typed.ranks("")
+    magics.ranks("")
     assert re.fullmatch(r"(rank \d   process \d+   [\d.]+ MB   1 name: x\n){2}", capsys.readouterr().out)
     with pytest.raises(CellFailed, match="ValueError on rank 1"):
-        typed.ranks("2", "if rank:\n    raise ValueError(1)")
+        magics.ranks("2", "if rank:\n    raise ValueError(1)")
     capsys.readouterr()
-    typed.ranks("3", "'x' in dir()")
-    assert capsys.readouterr().out.endswith("all 3 ranks | = False\n"), "another number starts anew"
-    typed.ranks("--stop")
+    magics.ranks("3", "'x' in dir()")
+    assert capsys.readouterr().out.endswith("all 3 ranks | = False\n"), "another number starts new ranks"
+    magics.ranks("--stop")
     assert capsys.readouterr().out == "no ranks\n"
 
 
 def texts(notebook: nbformat.NotebookNode) -> str:
-    """All that the cells have printed and raised, without colours."""
+    """The output and tracebacks of all cells, without colours."""
     found = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
@@ -80,14 +80,14 @@ def test_a_notebook_runs_from_top_to_bottom(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     nbclient.NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(path.parent)}}).execute()
     found = texts(notebook)
-    for sentence in SAYS[path.stem]:
+    for sentence in SENTENCES[path.stem]:
         assert sentence in found, found
     failing = [cell for cell in notebook.cells if "raises-exception" in cell.metadata.get("tags", [])]
     assert all(any(output.output_type == "error" for output in cell.outputs) for cell in failing)
 
 
-# What each has to say, whoever runs it.
-SAYS = {
+# Sentences that each notebook's output contains on any machine.
+SENTENCES = {
     "1_talk": ["all 4 ranks | the same on all", "all 4 ranks | = True", "bytes sent by", "rank 0 | = tensor([10.])"],
     "2_data_parallel": ["all 3 ranks | = 'proven'", "gradients", "['4.bias', '4.weight', '2.bias', '2.weight', '0.bias', '0.weight']"],
     "3_tensor_parallel": ["all 3 ranks | = 'proven'", "gradients of before.bias on rank 0 are a part"],
@@ -103,5 +103,5 @@ SAYS = {
 }  # fmt: skip
 
 
-def test_every_notebook_has_its_sentences() -> None:
-    assert {path.stem for path in NOTEBOOKS} == set(SAYS)
+def test_every_notebook_has_expected_sentences() -> None:
+    assert {path.stem for path in NOTEBOOKS} == set(SENTENCES)

@@ -1,4 +1,4 @@
-"""Cells on ranks: what stays from cell to cell, and what becomes of ranks that hang, raise, are interrupted or die."""
+"""Cells on ranks: names persist between cells, and ranks that hang, raise, are interrupted or die are recovered."""
 
 import _thread
 import os
@@ -32,7 +32,7 @@ class Notebook:
         return self.session.run_cell(self.number, source, only, measured=measured)
 
     def interrupted(self, source: str) -> Result:
-        """A cell that is interrupted once it runs on all ranks."""
+        """Run a cell and interrupt it once it runs on all ranks."""
 
         def interrupt() -> None:
             while not all("it runs" in each.printed() for each in self.session._ranks):
@@ -43,7 +43,7 @@ class Notebook:
         return self.cell(f"print('it runs', flush=True)\n{source}")
 
     def lines(self, source: str, *only: int) -> list[str]:
-        """What is shown of a cell that goes well."""
+        """The output of a cell that passes."""
         result = self.cell(source, *only)
         assert not result.outcome.is_bad, self.failure(result)
         return list(output.outputs(result))
@@ -63,16 +63,16 @@ def notebook() -> Iterator[Notebook]:
     session.close()
 
 
-def test_names_stay_and_equal_outputs_are_shown_once(notebook: Notebook) -> None:
-    assert notebook.lines("x = 10 * rank\nprint('alike')\nprint('rank', rank)\nworld_size") == [
-        "all 3 ranks | alike", "rank 0 | rank 0", "rank 1 | rank 1", "rank 2 | rank 2", "all 3 ranks | = 3",
+def test_names_persist_and_equal_outputs_are_shown_once(notebook: Notebook) -> None:
+    assert notebook.lines("x = 10 * rank\nprint('equal')\nprint('rank', rank)\nworld_size") == [
+        "all 3 ranks | equal", "rank 0 | rank 0", "rank 1 | rank 1", "rank 2 | rank 2", "all 3 ranks | = 3",
     ]  # fmt: skip
     assert notebook.lines("x + 1") == ["rank 0 | = 1", "rank 1 | = 11", "rank 2 | = 21"]
     assert notebook.lines("x;") == []
     assert notebook.lines("None") == []
 
 
-def test_a_cell_runs_on_some_ranks_alone(notebook: Notebook) -> None:
+def test_a_cell_runs_on_some_ranks_only(notebook: Notebook) -> None:
     notebook.lines("y = 0")
     notebook.lines("y = 1", 0, 2)
     assert notebook.lines("y") == ["ranks 0 and 2 | = 1", "rank 1 | = 0"]
@@ -83,7 +83,7 @@ def test_a_collective_goes_over_all(notebook: Notebook) -> None:
     assert total == ["all 3 ranks | = 6.0"]
 
 
-def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -> None:
+def test_a_deadlock_is_reported_with_both_lines_and_names_persist(notebook: Notebook) -> None:
     notebook.lines("kept = rank")
     result = notebook.cell(
         "import time\nif rank == 0:\n    dist.all_reduce(torch.ones(2))\nelse:\n    dist.barrier()\n"
@@ -100,15 +100,15 @@ def test_a_deadlock_is_told_with_both_lines_and_names_stay(notebook: Notebook) -
     assert notebook.lines("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()") == ["all 3 ranks | = 3.0"]
 
 
-def test_deadlocks_one_right_after_the_other_are_each_told(notebook: Notebook) -> None:
-    """What ranks tell as they are called back is of the cell before."""
+def test_consecutive_deadlocks_are_each_reported(notebook: Notebook) -> None:
+    """Reports of interrupted ranks belong to the previous cell."""
     for _ in range(3):
         text = notebook.failure(notebook.cell("large = torch.zeros(10_000_000)\ndist.send(large, (rank + 1) % 3)"))
         assert f"at cell {notebook.number}, line 2" in text.splitlines()[0]
         assert "Each sends first, and none receives" in text
 
 
-def test_a_rank_outside_of_the_cell_is_waited_for_by_name(notebook: Notebook) -> None:
+def test_waiting_for_a_rank_outside_of_the_cell_names_that_rank(notebook: Notebook) -> None:
     text = notebook.failure(notebook.cell("dist.barrier()", 0, 1))
     assert "ranks 0 and 1 wait in barrier #0" in text.replace("rank 0 waits", "ranks 0 and 1 wait")
     assert "rank 2 has ended without it" in text
@@ -128,7 +128,7 @@ def test_an_exception_is_shown_once_with_its_ranks_and_its_line(notebook: Notebo
     assert "SyntaxError: '(' was never closed" in text
 
 
-def test_who_raises_is_blamed_and_not_who_waits_for_it(notebook: Notebook) -> None:
+def test_the_rank_that_raises_is_blamed_and_not_those_that_wait_for_it(notebook: Notebook) -> None:
     text = notebook.failure(notebook.cell("if rank == 2:\n    raise KeyError('here')\ndist.barrier()"))
     assert text.splitlines()[0] == "KeyError on rank 2"
     assert "Connection" not in text
@@ -137,7 +137,7 @@ def test_who_raises_is_blamed_and_not_who_waits_for_it(notebook: Notebook) -> No
 @pytest.mark.parametrize(
     "source", ["import time\ntime.sleep(60)", "while True:\n    pass", "dist.recv(torch.ones(1), (rank + 1) % 3)"]
 )
-def test_an_interrupt_brings_all_back(notebook: Notebook, source: str) -> None:
+def test_an_interrupt_returns_all_ranks(notebook: Notebook, source: str) -> None:
     notebook.lines("kept = rank")
     result = notebook.interrupted(source)
     assert result.interrupted
@@ -146,7 +146,7 @@ def test_an_interrupt_brings_all_back(notebook: Notebook, source: str) -> None:
     assert notebook.lines("kept") == ["rank 0 | = 0", "rank 1 | = 1", "rank 2 | = 2"]
 
 
-def test_a_rank_that_dies_is_named_and_made_anew(notebook: Notebook) -> None:
+def test_a_rank_that_dies_is_named_and_restarted(notebook: Notebook) -> None:
     notebook.lines("kept = rank")
     result = notebook.cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     text = notebook.failure(result)
@@ -169,16 +169,16 @@ def test_a_cell_that_ends_its_rank_has_failed(notebook: Notebook, end: str, word
     assert words in text, text
 
 
-def test_names_are_those_that_cells_have_made_on_each_rank(notebook: Notebook) -> None:
+def test_names_are_those_that_cells_defined_on_each_rank(notebook: Notebook) -> None:
     notebook.lines("import math\n_hidden = own = 1\nif rank:\n    later = 2\ndist.barrier()")
-    notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # called back, it tells its names too
+    notebook.cell("stuck = 3\nif rank == 1:\n    dist.barrier()")  # an interrupted rank reports its names too
     made = [notebook.session.names[rank][-4:] for rank in range(3)]
     assert [names[-3:] for names in made] == [["math", "own", "stuck"], *[["own", "later", "stuck"]] * 2]
     assert output.names([]) == "no names yet"
     assert output.names([*"abcdefghij"]) == "10 names: ..., c, d, e, f, g, h, i, j"
 
 
-def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> None:
+def test_a_rank_that_dies_between_two_cells_is_restarted(notebook: Notebook) -> None:
     pid, nbytes = notebook.session.memory_bytes()[2]
     assert nbytes > 0
     os.kill(pid, signal.SIGKILL)
@@ -189,14 +189,14 @@ def test_a_rank_that_dies_between_two_cells_is_made_anew(notebook: Notebook) -> 
     assert result.restarted == [2]
 
 
-def test_a_rank_that_does_not_come_back_is_made_anew(notebook: Notebook) -> None:
-    deaf = "import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(60)\ndist.barrier()"  # it keeps the interpreter
-    result = notebook.interrupted(deaf)
+def test_a_rank_that_does_not_return_is_restarted(notebook: Notebook) -> None:
+    blocking = "import ctypes\nif rank == 1:\n    ctypes.PyDLL(None).sleep(60)\ndist.barrier()"  # it holds the GIL
+    result = notebook.interrupted(blocking)
     assert result.interrupted
     assert result.restarted == [1]
 
 
-def test_what_is_measured_is_of_this_cell(notebook: Notebook) -> None:
+def test_measurements_cover_this_cell_only(notebook: Notebook) -> None:
     notebook.lines("dist.all_reduce(torch.ones(1_000_000))")
     result = notebook.cell("t = torch.ones(250_000)\ndist.all_reduce(t)", measured=True)
     table = output.wire_table(result).splitlines()
@@ -223,7 +223,7 @@ def test_a_proof_in_a_cell_fails_and_passes(notebook: Notebook) -> None:
     assert "model(1) gives other numbers on ranks 1 and 2 than on rank 0" in text
 
 
-def test_ranks_end_with_the_process_that_has_them(tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_owns_them(tmp_path: Path) -> None:
     kernel = (
         "import sys, time\nfrom distlab.tools.notebook.session import Session\n"
         "if __name__ == '__main__':\n    one = Session()\n    one.start(2)\n"

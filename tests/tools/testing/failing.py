@@ -1,4 +1,4 @@
-"""Tests that fail on purpose, each in another way, and some beside them; test_plugin.py runs this file by pytest."""
+"""Tests that fail on purpose, each in a different way, and some that pass; test_plugin.py runs this file by pytest."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_wrong(rank):
 
 
 @distlab.ranks(2)
-def test_after_it():
+def test_after_a_failure():
     dist.barrier()
 
 
@@ -36,27 +36,27 @@ def test_deadlock(rank):
 
 
 @distlab.ranks(2)
-def test_never_comes(rank):
+def test_message_never_arrives(rank):
     if rank == 0:
         dist.recv(torch.ones(3), src=1)
 
 
 @distlab.ranks(2, backend="tcp")
-def test_never_comes_after_uneven_parts(rank):
+def test_message_never_arrives_after_uneven_parts(rank):
     dist.reduce_scatter(torch.empty(1 + rank), [torch.ones(1), torch.ones(2)])
     if rank == 0:
         dist.recv(torch.ones(3), src=1)
 
 
 @distlab.ranks(3)
-def test_leaves(rank):
+def test_exits(rank):
     if rank == 2:
         os._exit(7)  # (c)
     dist.barrier()
 
 
 @distlab.ranks(2)
-def test_leaves_well():
+def test_exits_with_0():
     os._exit(0)
 
 
@@ -67,9 +67,9 @@ def test_closes_its_output():
 
 
 @distlab.ranks(2)
-def test_prints_after_it():
-    print("heard", file=sys.stderr)
-    print("still")
+def test_prints_after_closed_output():
+    print("first", file=sys.stderr)
+    print("second")
 
 
 @distlab.ranks(2)
@@ -80,7 +80,7 @@ def test_killed(rank):
 
 
 @distlab.ranks(2)
-def test_garbage(rank):
+def test_mismatched_shapes(rank):
     dist.all_reduce(torch.ones(3 + rank))
 
 
@@ -90,7 +90,7 @@ def test_slow():
 
 
 @distlab.ranks(2)
-def test_cannot_travel(capsys):
+def test_argument_cannot_be_sent(capsys):
     pass
 
 
@@ -99,7 +99,7 @@ def test_is_skipped(rank):
     pytest.skip("not here")
 
 
-def step_without_a_sum(model, optimizer, microbatches, group):
+def step_without_all_reduce(model, optimizer, microbatches, group):
     optimizer.zero_grad()
     for inputs, targets, share in microbatches:
         (model(inputs, targets) * share).backward()
@@ -107,10 +107,10 @@ def step_without_a_sum(model, optimizer, microbatches, group):
 
 
 @distlab.ranks(2)
-def test_is_not_one_process():
-    distlab.same_as_one_process(train_step=step_without_a_sum)
+def test_differs_from_one_process():
+    distlab.same_as_one_process(train_step=step_without_all_reduce)
 
 
 @distlab.ranks()
-def test_as_many_as_asked_for(world_size):
-    raise RuntimeError(f"{world_size} asked for")
+def test_number_of_ranks_from_the_option(world_size):
+    raise RuntimeError(f"{world_size} requested")

@@ -1,4 +1,4 @@
-"""The pytest plugin: a test that fails on ranks says who, where and why, it ends, and leaves nothing behind."""
+"""The pytest plugin: the report of a test that fails on ranks has rank, line and reason; the test ends and cleans up."""
 
 import os
 import re
@@ -23,26 +23,26 @@ from tests.tools.check.cases import line_of
 FAILING = Path(__file__).parent / "failing.py"
 
 
-LIGHT = "distlab_preload="  # as of users' projects, where a test needs no more on its ranks
+LIGHT = "distlab_preload="  # like a user's project: imports nothing more on its ranks
 
 
 def pytest_on(*words: str) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own, which forks its ranks from a new one as ever."""
+    """Run pytest in its own process, which forks its ranks from new fork servers as usual."""
     arguments = ["-p", "no:cacheprovider", "-o", "addopts=", *words]
     return ended_warm("pytest", arguments, environ=os.environ, timeout_s=110)
 
 
 @pytest.fixture(scope="module")
-def said() -> str:
-    """All of failing.py, once."""
+def printed() -> str:
+    """The output of pytest on failing.py, which runs once."""
     done = pytest_on("-v", "--ranks", "1,3", str(FAILING))
     assert done.returncode == 1, done.stdout
     return done.stdout
 
 
-def of(said: str, name: str, case: str = "") -> str:
-    """What was said of one test."""
-    return re.split(r"\n_{3,} ", said.partition(f"_ {name}[{case}")[2])[0]
+def report_of(printed: str, name: str, case: str = "") -> str:
+    """The part of the output about one test."""
+    return re.split(r"\n_{3,} ", printed.partition(f"_ {name}[{case}")[2])[0]
 
 
 def test_the_example_of_the_page_passes(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_the_example_of_the_page_passes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
-def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str) -> None:
-    wrong = of(said, "test_wrong")
+def test_an_assert_is_shown_as_by_pytest_with_the_output_of_each_rank(printed: str) -> None:
+    wrong = report_of(printed, "test_wrong")
     assert "rank 1 raised AssertionError" in wrong and "ranks 0 and 2 wait for it in barrier #0" in wrong
     assert ">           assert values == [1, 3]" in wrong and "At index 1 diff: 2 != 3" in wrong
     assert "output of rank 2" in wrong and "rank 2 was here" in wrong
@@ -65,30 +65,30 @@ def test_an_assert_is_shown_as_pytest_does_with_what_each_rank_printed(said: str
     ("name", "words"),
     [
         ("test_deadlock", f"rank 1 calls barrier at {line_of(FAILING, 'b').replace('failing', 'tests/tools/testing/failing')}"),
-        ("test_never_comes", "rank 0 waits in recv #0 from rank 1"),
-        ("test_never_comes_after_uneven_parts", "rank 0 raised LinkError: the connection to rank 1 has ended"),
-        ("test_leaves", f"rank 2 ended the process by os._exit(7) at {line_of(FAILING, 'c')}, before its checks"),
-        ("test_leaves_well", "ranks 0 and 1 ended the process by os._exit(0) at failing.py:"),
+        ("test_message_never_arrives", "rank 0 waits in recv #0 from rank 1"),
+        ("test_message_never_arrives_after_uneven_parts", "rank 0 raised LinkError: the connection to rank 1 has ended"),
+        ("test_exits", f"rank 2 ended the process by os._exit(7) at {line_of(FAILING, 'c')}, before its checks"),
+        ("test_exits_with_0", "ranks 0 and 1 ended the process by os._exit(0) at failing.py:"),
         ("test_killed", "rank 1 was killed by SIGKILL"),
-        ("test_garbage", "shape mismatch"),
+        ("test_mismatched_shapes", "shape mismatch"),
         ("test_slow", "not done after 1 s"),
-        ("test_cannot_travel", "the argument 'capsys' cannot be sent to a rank"),
-        ("test_is_not_one_process", "own samples alone: never summed over the 2 ranks of dp"),
+        ("test_argument_cannot_be_sent", "the argument 'capsys' cannot be sent to a rank"),
+        ("test_differs_from_one_process", "own samples alone: never summed over the 2 ranks of dp"),
     ],
 )  # fmt: skip
-def test_each_way_to_fail_has_its_sentence(said: str, name: str, words: str) -> None:
-    assert words in of(said, name)
+def test_each_failure_has_its_message(printed: str, name: str, words: str) -> None:
+    assert words in report_of(printed, name)
 
 
-def test_what_comes_after_a_failure_runs_on_new_ranks_and_nothing_is_left(said: str) -> None:
-    assert re.search(r"test_after_it\[2 ranks\] PASSED", said)
-    assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", said)
-    assert re.search(r"test_prints_after_it\[2 ranks\] PASSED", said)
-    assert "13 failed, 3 passed, 1 skipped" in said
+def test_tests_after_a_failure_run_on_new_ranks_and_nothing_is_left(printed: str) -> None:
+    assert re.search(r"test_after_a_failure\[2 ranks\] PASSED", printed)
+    assert re.search(r"test_is_skipped\[2 ranks\] SKIPPED", printed)
+    assert re.search(r"test_prints_after_closed_output\[2 ranks\] PASSED", printed)
+    assert "13 failed, 3 passed, 1 skipped" in printed
 
 
-def test_too_few_files_are_told_in_a_sentence() -> None:
-    words = f'ulimit -n 60; "$0" -m pytest -p no:cacheprovider -q -o addopts= -o {LIGHT} -k after_it {FAILING}'
+def test_too_few_open_files_are_reported_in_one_sentence() -> None:
+    words = f'ulimit -n 60; "$0" -m pytest -p no:cacheprovider -q -o addopts= -o {LIGHT} -k after_a_failure {FAILING}'
     done = subprocess.run(
         ["bash", "-c", words, sys.executable], capture_output=True, text=True, timeout=100, check=False
     )
@@ -97,15 +97,21 @@ def test_too_few_files_are_told_in_a_sentence() -> None:
 
 
 def test_it_runs_under_xdist_and_by_name() -> None:
-    done = pytest_on("-n", "1", "-q", "-o", LIGHT, "-k", "after_it or slow", str(FAILING))  # `make test` is two workers
+    done = pytest_on(
+        "-n", "1", "-q", "-o", LIGHT, "-k", "after_a_failure or slow", str(FAILING)
+    )  # `make test` is two workers
     assert "1 failed, 2 passed" in done.stdout, done.stdout
 
 
-def test_a_test_that_names_no_number_of_ranks_takes_those_of_the_command_line(said: str) -> None:
+def test_a_test_without_a_number_of_ranks_runs_on_those_of_the_command_line(printed: str) -> None:
     for world_size in (1, 3):
-        assert f"RuntimeError: {world_size} asked for" in of(said, "test_as_many_as_asked_for", f"{world_size} ranks")
-    done = pytest_on("--collect-only", "-q", "-k", "as_many", str(FAILING))
-    assert "test_as_many_as_asked_for[2 ranks]" in done.stdout and "1/" in done.stdout, "and two where none is named"
+        assert f"RuntimeError: {world_size} requested" in report_of(
+            printed, "test_number_of_ranks_from_the_option", f"{world_size} ranks"
+        )
+    done = pytest_on("--collect-only", "-q", "-k", "from_the_option", str(FAILING))
+    assert "test_number_of_ranks_from_the_option[2 ranks]" in done.stdout and "1/" in done.stdout, (
+        "and on two without the option"
+    )
     done = pytest_on("--ranks", "0,two", "-q", str(FAILING))
     assert done.returncode == 4
     assert "'0,two' is not a list of numbers of ranks, expected such as 4 or 1,2,4" in done.stdout
@@ -128,17 +134,17 @@ def test_long(rank, group):
 """
 
 
-def test_ranks_and_what_forked_them_end_with_a_pytest_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_and_their_fork_servers_end_when_pytest_is_killed(tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(LONG)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "test_long.py"]
     killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     written = [tmp_path / "rank0", tmp_path / "rank1"]
-    until(lambda: all(each.exists() for each in written), 90)
+    wait_until(lambda: all(each.exists() for each in written), 90)
     killed.kill()
     killed.wait()
     processes = {int(number) for each in written for number in each.read_text().split()}
     assert len(processes) == 4, "two ranks and the fork server of each"
-    until(lambda: not any(is_alive(each) for each in processes), 10)
+    wait_until(lambda: not any(is_alive(each) for each in processes), 10)
 
 
 LATE = """
@@ -161,31 +167,30 @@ def wait_late(self, keys, timeout=None):
 KeyedStore.wait = wait_late
 
 
-@pytest.mark.parametrize("number", range(5))  # the order of ports decides who is done first
+@pytest.mark.parametrize("number", range(5))  # the order of ports decides which rank is done first
 @distlab.ranks(3)
 def test_without_a_call(number):
     pass
 
 
-@pytest.mark.parametrize("number", range(2))
 @distlab.ranks(mesh={"dp": 2, "tp": 2})
-def test_on_a_mesh_without_a_call(number, mesh):
+def test_on_a_mesh_without_a_call(mesh):
     pass
 
 
-def test_by_a_fixture_that_is_gone(ranks):
+def test_with_the_removed_fixture(ranks):
     pass
 """
 
 
-def test_who_is_done_at_once_waits_for_those_that_still_connect(tmp_path: Path) -> None:
+def test_a_rank_that_is_done_at_once_waits_for_ranks_that_still_connect(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(LATE)
     done = pytest_on("-q", "-o", "addopts=", str(tmp_path / "test_late.py"))
-    assert "7 passed, 1 error" in done.stdout, done.stdout
+    assert "6 passed, 1 error" in done.stdout, done.stdout
     assert "the fixture `ranks` was removed: use @distlab.ranks(3)" in done.stdout
 
 
-# What the bound leaves out, whatever this machine does: what the doctor sees of a rank is as it is.
+# The time that the bound excludes is set here, whatever the load of this machine is.
 STARVED = """
 import pytest
 
@@ -219,7 +224,7 @@ def test_the_bound_does_not_count_the_time_in_which_a_rank_has_no_core(tmp_path:
     assert "not done after 1 s" in done.stdout
 
 
-def test_who_shares_a_core_with_another_is_starved_half_of_the_time() -> None:
+def test_a_process_that_shares_a_core_is_starved_half_of_the_time() -> None:
     core = min(os.sched_getaffinity(0))
     busy = f"import os, time; os.sched_setaffinity(0, [{core}]); end = time.time() + 2\nwhile time.time() < end: pass"
     both = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(2)]
@@ -231,18 +236,18 @@ def test_who_shares_a_core_with_another_is_starved_half_of_the_time() -> None:
         time.sleep(0.05)
     both[1].wait()
     assert most > 0.3
-    assert channel.starved_s() == 0.0, "it is gone"
+    assert channel.starved_s() == 0.0, "its process has ended"
 
 
-def until(holds: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(is_true: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not so after {timeout_s:g} s"
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true after {timeout_s:g} s"
         time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, and is not only waited for by its parent."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -251,7 +256,7 @@ def is_alive(pid: int) -> bool:
 
 @distlab.ranks(1, 2, 3)
 @pytest.mark.parametrize("value", [1.0, 5.0])
-def test_ranks_have_a_group_of_their_own(
+def test_ranks_have_their_own_group(
     rank: int, world_size: int, group: dist.ProcessGroup, value: float, tmp_path: Path
 ) -> None:
     tensor = torch.full((3,), value + rank)
@@ -262,7 +267,7 @@ def test_ranks_have_a_group_of_their_own(
 
 
 @distlab.ranks(mesh={"dp": 2, "tp": 2})
-def test_a_mesh_has_the_axes_that_were_asked_for(mesh: DeviceMesh, rank: int) -> None:
+def test_a_mesh_has_the_requested_axes(mesh: DeviceMesh, rank: int) -> None:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor, group=mesh.get_group("tp"))
     assert mesh.mesh_dim_names == ("dp", "tp")
@@ -270,10 +275,10 @@ def test_a_mesh_has_the_axes_that_were_asked_for(mesh: DeviceMesh, rank: int) ->
 
 
 class TestInAClass:
-    """A method is as good as a function."""
+    """Methods run like functions."""
 
     @distlab.ranks(2)
-    def test_its_methods_run_too(self, rank: int) -> None:
+    def test_a_method_runs(self, rank: int) -> None:
         assert rank in (0, 1)
 
 
@@ -287,7 +292,7 @@ def summed_step(model, optimizer, microbatches, group):  # type: ignore[no-untyp
 
 
 @distlab.ranks(2)
-def test_ranks_are_held_against_one_process() -> None:
+def test_ranks_are_compared_with_one_process() -> None:
     distlab.same_as_one_process(train_step=summed_step)
     with pytest.raises(TypeError, match="has no trainstep"):
         distlab.same_as_one_process(trainstep=summed_step)
@@ -295,7 +300,7 @@ def test_ranks_are_held_against_one_process() -> None:
         distlab.same_as_one_process(train_step=summed_step, batch=lambda seed, step: (torch.zeros(1, 3).long(),) * 2)
 
 
-def test_a_decorator_says_what_it_takes() -> None:
+def test_a_decorator_stores_its_arguments() -> None:
     mark = distlab.ranks(2, 3, timeout_s=[1, 5], backend=["gloo"]).mark
     assert mark.kwargs == {"world_sizes": [2, 3], "timeouts_s": [1, 5], "backends": ["gloo"], "mesh": {}}
 
@@ -304,6 +309,6 @@ def test_a_decorator_says_what_it_takes() -> None:
     ((2, 0), None, "ranks got 0, allowed: numbers of ranks from 1"), (("4",), None, "ranks got '4'"),
     ((4, 3), {"dp": 2, "tp": 2}, "a mesh of dp 2 x tp 2 has 4 ranks, not 3"),
 ])  # fmt: skip
-def test_a_decorator_refuses_what_is_no_number_of_ranks(sizes: Any, mesh: Any, words: str) -> None:
+def test_a_decorator_refuses_invalid_numbers_of_ranks(sizes: Any, mesh: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         distlab.ranks(*sizes, mesh=mesh)

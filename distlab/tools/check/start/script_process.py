@@ -150,7 +150,7 @@ class ScriptChannel:
 
     def __init__(self, process: BaseProcess, ends: Ends) -> None:
         self.process, self._ends = process, ends
-        self._rest = b""
+        self._partial_line = b""
         self.peak_bytes = 0
         os.set_blocking(ends.reports, False)
         self._stacks = Stacks(process.pid or 0, ends.requests, ends.stacks, self.state)
@@ -176,7 +176,7 @@ class ScriptChannel:
             data = os.read(self._ends.reports, READ_BYTES)
         except BlockingIOError:
             data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return lines
 
     def state(self) -> ProcessState | None:

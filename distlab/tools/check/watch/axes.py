@@ -282,16 +282,16 @@ class Axes:
     # Other values that must be equal
 
     @harmless
-    def _note_declared(self, made: Any, *args: Any, **named: Any) -> None:
+    def _note_declared(self, tensor: Any, *args: Any, **named: Any) -> None:
         if named.get("run_check", args[3] if len(args) > 3 else False):
             return
-        for index, placement in enumerate(made.placements):
-            if placement.is_replicate() and made.device_mesh.size(index) > 1:
-                axis, ranks = axis_of(made.device_mesh, index)
+        for index, placement in enumerate(tensor.placements):
+            if placement.is_replicate() and tensor.device_mesh.size(index) > 1:
+                axis, ranks = axis_of(tensor.device_mesh, index)
                 place = self.recorder.places.here(3)[0]
                 count = self._count_before(f"declared {axis} {ranks} {place}")
                 if count < MOST_DECLARED:
-                    found = bits_and_norm(made)
+                    found = bits_and_norm(tensor)
                     self._reporter.send("declared", count, axis, ranks, *found, place)
 
     def _clip(self, function: Function, parameters: Any, max_norm: float, *args: Any, **named: Any) -> Any:

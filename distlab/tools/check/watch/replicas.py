@@ -293,8 +293,8 @@ class ReplicaSteps:
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> "SteppedReplicas":
         """Search again if its parameters have changed, and in its first steps."""
-        made = sum(each.kind == "DDP" for each in self._replicas)
-        ids = made, *(id(each) for each in parameters(optimizer))
+        num_ddps = sum(each.kind == "DDP" for each in self._replicas)
+        ids = num_ddps, *(id(each) for each in parameters(optimizer))
         stepped = self._stepped.get(optimizer)
         if stepped is None:
             stepped = self._stepped[optimizer] = SteppedReplicas()
@@ -351,7 +351,7 @@ class ReplicaSteps:
         mine = {id(each): each for each in parameters(optimizer) if is_plain(each) and id(each) not in in_replicas}
         total = sum(each.numel() for each in mine.values() if each.grad is not None)
         by_name = {each for found in self._reduced.values() for each in found.ids}
-        made = []
+        averaged = []
         for found in self._reduced.values():
             others = {each for other in self._reduced.values() if other is not found for each in other.ids}
             whole = not by_name & set(mine) and found.num_elements == total > 0
@@ -363,8 +363,8 @@ class ReplicaSteps:
                     if each.key == BROADCAST:
                         each.drop(set(chosen))
                 self._reporter.send("averaged", replica.key, found.group.number, not whole, found.place)
-                made.append(replica)
-        return made
+                averaged.append(replica)
+        return averaged
 
     def _add_broadcast(self, optimizer: torch.optim.Optimizer, place: int) -> None:
         """Add parameters that were broadcast, and whose gradients were never averaged."""

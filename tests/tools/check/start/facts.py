@@ -1,4 +1,4 @@
-"""A script that writes down what its rank's process is like: test_fork_servers.py compares it with torchrun's."""
+"""A script that records facts about its rank's process; test_fork_servers.py compares them with torchrun's."""
 
 import json
 import multiprocessing
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-APART = {
+DIFFERENT = {
     "torch": lambda: torch.rand(4).tolist(),
     "the seed of torch": torch.initial_seed,
     "numpy": lambda: np.random.rand(4).tolist(),
@@ -22,7 +22,7 @@ APART = {
     "the order of a set": lambda: list({"full", "sliding", "chunked", "linear", "local", "global", "dilated"}),
     "the process": os.getpid,
 }
-ALIKE = {
+EQUAL = {
     "name of the process": lambda: multiprocessing.current_process().name,
     "is a child": lambda: multiprocessing.parent_process() is not None,
     "may have children": lambda: not multiprocessing.current_process().daemon,
@@ -44,9 +44,9 @@ OF_SCRIPT = {
 
 
 def write_facts(folder: Path, rank: int, *, of_script: bool) -> None:
-    """Into a file of this rank's."""
-    told = [APART, ALIKE | OF_SCRIPT if of_script else ALIKE]
-    found = [{name: tell() for name, tell in facts.items()} for facts in told]
+    """Write the facts to this rank's file: those that differ between ranks, and those that are equal."""
+    kinds = [DIFFERENT, EQUAL | OF_SCRIPT if of_script else EQUAL]
+    found = [{name: get() for name, get in facts.items()} for facts in kinds]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

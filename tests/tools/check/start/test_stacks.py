@@ -1,4 +1,4 @@
-"""A process tells its stacks while it computes, waits or holds the lock in C, and comes to no harm."""
+"""A process sends its stacks while it computes, waits or holds the GIL in C, and is not harmed."""
 
 import faulthandler
 import os
@@ -36,10 +36,10 @@ HELD_AT_WORK = "import re\ndef at_work():\n    re.match('(a+)+$', 'a' * 60 + 'b'
 
 @contextmanager
 def process(source: str) -> Iterator[tuple[subprocess.Popen[bytes], Stacks]]:
-    """One that is at work, and who asks it."""
+    """A process at work, and the Stacks that read its stacks."""
     stacks, requests = os.pipe(), os.pipe()
     begin = f"from distlab.tools.check.start.script import answer_stack_requests\nanswer_stack_requests({requests[0]}, {stacks[1]})"
-    begin += "\nimport time\ntime.sleep(0.2)\nprint(flush=True)\nat_work()"  # the one who answers stands by then
+    begin += "\nimport time\ntime.sleep(0.2)\nprint(flush=True)\nat_work()"  # the answering thread waits by then
     command = [sys.executable, "-c", f"{source}\n{begin}"]
     with subprocess.Popen(command, pass_fds=(requests[0], stacks[1]), stdout=subprocess.PIPE) as child:
         try:
@@ -59,7 +59,7 @@ def state_of(process: int) -> ProcessState:
 
 
 def is_found_at_work(stacks: Stacks) -> bool:
-    """Where it is, once it has had a core, which takes seconds beside other tests."""
+    """Whether its stacks show `at_work`; next to other tests it takes seconds until the process gets a core."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for frames in stacks.request().values():
@@ -68,13 +68,13 @@ def is_found_at_work(stacks: Stacks) -> bool:
     return False
 
 
-def test_a_process_that_calls_functions_is_asked_often_and_lives() -> None:
+def test_many_requests_do_not_harm_a_process_that_calls_functions() -> None:
     with process(CALLING) as (child, stacks):
         assert all(is_found_at_work(stacks) for _ in range(100))
         assert child.poll() is None
 
 
-def test_the_signal_alone_kills_it() -> None:  # why it is asked: the day this fails on all Pythons, it need not be
+def test_the_signal_alone_kills_it() -> None:  # once this fails on all Pythons, requests are no longer needed
     if sys.version_info[:2] != (3, 11):
         pytest.skip("measured on Python 3.11")
     with process(CALLING) as (child, stacks):
@@ -86,8 +86,8 @@ def test_the_signal_alone_kills_it() -> None:  # why it is asked: the day this f
         assert child.returncode == -signal.SIGSEGV
 
 
-def test_faulthandler_is_not_what_answers() -> None:
-    """It reads the state of a thread that C++ is just bringing into Python: fully_shard on 3 ranks ended by SIGSEGV."""
+def test_the_answer_does_not_use_faulthandler() -> None:
+    """faulthandler reads a thread that C++ is just bringing into Python: fully_shard on 3 ranks ended by SIGSEGV."""
     with process(f"{WAITING}\nimport faulthandler\nfaulthandler.dump_traceback = None") as (child, stacks):
         assert is_found_at_work(stacks)
         assert child.poll() is None
@@ -108,18 +108,18 @@ def test_stacks_are_written_as_faulthandler_writes_them(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("source", [WAITING, HELD_ASLEEP, HELD_AT_WORK], ids=["asleep", "lock", "lock-at-work"])
-def test_one_that_waits_or_holds_the_lock_in_c_is_heard(source: str) -> None:
+@pytest.mark.parametrize("source", [WAITING, HELD_ASLEEP, HELD_AT_WORK], ids=["asleep", "gil", "gil-at-work"])
+def test_a_process_that_waits_or_holds_the_gil_in_c_answers(source: str) -> None:
     with process(source) as (child, stacks):
         assert is_found_at_work(stacks)
         assert child.poll() is None
 
 
-NOBODY: frozenset[str] = frozenset()
+NO_THREADS: frozenset[str] = frozenset()
 
 
 @pytest.mark.parametrize(
-    ("waits", "runnable"), [([7, 8], NOBODY), ([7, 99], {"python"})], ids=["the one who answers", "another"]
+    ("waits", "runnable"), [([7, 8], NO_THREADS), ([7, 99], {"python"})], ids=["answering thread", "another thread"]
 )
 def test_while_a_thread_waits_for_a_core_no_signal_is_sent(
     waits: list[int], runnable: frozenset[str], monkeypatch: pytest.MonkeyPatch
@@ -132,17 +132,17 @@ def test_while_a_thread_waits_for_a_core_no_signal_is_sent(
         assert is_found_at_work(stacks)
 
 
-def test_threads_that_compute_are_told_from_those_that_wait() -> None:
+def test_computing_and_waiting_threads_are_distinguished() -> None:
     idle = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
     with process(idle + CALLING) as (child, stacks):
         first = threads_of(child.pid)
         assert first.runnable == {"python"}
         assert is_found_at_work(stacks)
         assert threads_of(child.pid).waits > first.waits > 0
-    assert threads_of(child.pid) == (0, NOBODY)
+    assert threads_of(child.pid) == (0, NO_THREADS)
 
 
-def test_one_that_is_stopped_is_asked_once_and_gets_no_signal() -> None:
+def test_a_stopped_process_gets_one_request_and_no_signal() -> None:
     with process(CALLING) as (child, stacks):
         child.send_signal(signal.SIGSTOP)
         assert [stacks.request(), stacks.request()] == [{}, {}]
@@ -153,14 +153,14 @@ def test_one_that_is_stopped_is_asked_once_and_gets_no_signal() -> None:
         assert is_found_at_work(stacks)
 
 
-def test_one_that_is_gone_has_none() -> None:
+def test_an_ended_process_has_no_stacks() -> None:
     with process(WAITING) as (child, stacks):
         child.kill()
         child.wait()
         assert stacks.request() == {}
 
 
-def test_the_one_who_answers_is_left_out() -> None:
+def test_the_answering_thread_is_left_out() -> None:
     source = answer_stack_requests.__code__.co_filename
-    told = f'Current thread 0x0b (most recent call first):\n  File "{source}", line 9 in answering\n\n'
-    assert parsed(told + 'Thread 0x0a (most recent call first):\n  File "own.py", line 3 in step\n\n').keys() == {10}
+    text = f'Current thread 0x0b (most recent call first):\n  File "{source}", line 9 in answering\n\n'
+    assert parsed(text + 'Thread 0x0a (most recent call first):\n  File "own.py", line 3 in step\n\n').keys() == {10}

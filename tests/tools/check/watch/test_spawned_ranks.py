@@ -1,4 +1,4 @@
-"""Scripts that start their own ranks: taken over, or refused in a sentence; a function that makes a group is known."""
+"""Scripts that start their own ranks: check runs their function in its ranks, or refuses them with a message."""
 
 import functools
 from pathlib import Path
@@ -56,21 +56,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED, ids=["a queue", "a pool", "an executor", "a launcher"])
-def test_what_cannot_be_taken_over_is_refused(text: str, tmp_path: Path) -> None:
+def test_ranks_that_check_cannot_start_are_refused(text: str, tmp_path: Path) -> None:
     assert_ended(check_text(text, tmp_path), 2, *REFUSED[text])
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "words", "says"),
+    ("name", "size", "words", "messages"),
     [
         ("spawned_ranks", 2, ["3"], ["REFUSED", "the script starts 3 ranks of its own at spawned_ranks.py:", "=3"]),
         ("process_ranks", 3, [], ["run it with WORLD_SIZE=2"]),  # where they meet
     ],
 )
 def test_another_number_of_ranks_is_refused(
-    name: str, size: int, words: list[str], says: list[str], tmp_path: Path
+    name: str, size: int, words: list[str], messages: list[str], tmp_path: Path
 ) -> None:
-    assert_ended(check(SCRIPTS / "right" / f"{name}.py", size, tmp_path, *words), 2, "run it with WORLD_SIZE", *says)
+    assert_ended(
+        check(SCRIPTS / "right" / f"{name}.py", size, tmp_path, *words), 2, "run it with WORLD_SIZE", *messages
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,16 +84,16 @@ def test_another_number_of_ranks_is_refused(
         (["python3", "-m"], ""),
     ],
 )  # fmt: skip
-def test_a_launcher_is_known_by_its_command(command: Any, launcher: str) -> None:
+def test_a_launcher_is_recognised_by_its_command(command: Any, launcher: str) -> None:
     assert launcher_in(command) == launcher
 
 
-def made() -> None:
+def creates_group() -> None:
     dist.init_process_group("gloo")
 
 
-def made_by_another(rank: int) -> None:  # noqa: ARG001
-    made()
+def calls_creator(rank: int) -> None:  # noqa: ARG001
+    creates_group()
 
 
 class Trainer:
@@ -109,7 +111,7 @@ def fit_one() -> None:
     Trainer().fit()
 
 
-def helps() -> None:
+def prints() -> None:
     print("made")
 
 
@@ -123,10 +125,10 @@ def closed(function: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "makes"),
     [
-        (made, True), (made_by_another, True), (functools.partial(made_by_another, 1), True), (fit_one, True),
-        (closed(made), True), (Trainer().fit, True), (Trainer().log, False), (Trainer, False), (helps, False), (closed(helps), False), (print, False), (None, False),
+        (creates_group, True), (calls_creator, True), (functools.partial(calls_creator, 1), True), (fit_one, True),
+        (closed(creates_group), True), (Trainer().fit, True), (Trainer().log, False), (Trainer, False), (prints, False), (closed(prints), False), (print, False), (None, False),
         (dist.barrier, False),
     ],
 )  # fmt: skip
-def test_a_function_that_makes_a_group_is_known(function: Any, makes: bool) -> None:
+def test_a_function_that_creates_a_group_is_recognised(function: Any, makes: bool) -> None:
     assert makes_group(function, lambda file: file == __file__) == makes
