@@ -155,7 +155,7 @@ def test_a_folder_that_is_named_is_copied_and_other_weights_are_seen(factor: str
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["RUN_MODE=server"], "RUN_MODE=server makes none, since out of step there is no step at which all"),
+        (["RUN_MODE=server"], "RUN_MODE=server makes none, since asynchronous workers have no common state"),
         (["RUN_MODE=dp", "LAB_RESUME=auto"], "LAB_RESUME is for drill to set: leave it out"),
         (["RUN_MODE=dp", "LAB_VARIANT=ring,flat"], "LAB_VARIANT=ring,flat are several: expected one, such as bucketed"),
         (["--resume=9", str(FILES / "script_survives.py")], "--resume is '9': expected numbers of ranks"),
