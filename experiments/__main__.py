@@ -26,7 +26,7 @@ def table() -> str:
 
 
 def bugs(name: str) -> str:
-    """Return a line per bug: what it does, without the consequence, and the check that fails; none of checkpoints."""
+    """Return a line per bug: what it does, without the consequence, and the check that fails; not of checkpoints."""
     own = {bug: each for bug, each in load(name).mistakes.items() if bug not in checkpoints.mistake}
     lines = [f"- `{bug}`: {each.what.partition(': ')[0]} (`{each.check}`)" for bug, each in own.items()]
     return "\n".join(fill(line, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)

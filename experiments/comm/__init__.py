@@ -1,8 +1,8 @@
 """Communication: every primitive forward and backward, and the cost of an all_reduce by each algorithm.
 
-A collective moves tensors between ranks as a function moves them within one, so it has a backward pass too; the right
-one depends on which ranks have the loss. Its cost is a latency per round, and the bytes on the busiest link. The
-algorithms of distlab/techniques/collectives give every rank the same sum and differ only in this cost.
+A collective is a function of tensors on several ranks, so it has a backward pass too; which one is right depends on
+which ranks have the loss. Its cost is a latency per round, and the bytes on the busiest link. The algorithms of
+distlab/techniques/collectives give every rank the same sum and differ only in this cost.
 
   predicted   S = bytes of the tensor, N = ranks; bytes sent by a rank in an all_reduce
               ring, direct   2(N-1)/N·S  under 2·S for every N, in 2(N-1) rounds (ring) or 2 (direct; 1 for N = 2)
@@ -63,7 +63,7 @@ def one_by_one(tensor: Tensor, group: dist.ProcessGroup) -> None:
         dist.recv(tensor, group=group, group_src=0)
 
 
-class OnePage:
+class LessonRing:
     """The lesson's ring as an algorithm: it waits for each message itself, so no steps are left."""
 
     def all_reduce(self, peers: Peers, tensor: Tensor, /) -> Steps:
@@ -79,20 +79,22 @@ class OnePage:
         yield from ()
 
 
-def everyones_sum(lab: Lab, collectives: Mapping[str, Collective]) -> None:
-    """Run an all_reduce of sends and receives besides the variants, on the ring's numbers."""
-    ways: dict[str, Callable[[Tensor], object]] = {"one_by_one": lambda tensor: one_by_one(tensor, lab.group)}
-    ways |= {name: collective.all_reduce for name, collective in collectives.items()}
+def compare_sums(lab: Lab, collectives: Mapping[str, Collective]) -> None:
+    """Run all variants and an all_reduce of single sends and receives on the numbers of the ring."""
+    algorithms_by_name: dict[str, Callable[[Tensor], object]] = {
+        "one_by_one": lambda tensor: one_by_one(tensor, lab.group)
+    }
+    algorithms_by_name |= {name: collective.all_reduce for name, collective in collectives.items()}
     rows = []
-    for name, all_reduce in ways.items():
+    for name, all_reduce in algorithms_by_name.items():
         lab.at(0, f"the sum by {name}")
-        tensor, wanted = marked(lab)
+        tensor, wanted = digit_tensor(lab)
         all_reduce(tensor)
-        held = digits(split(tensor, lab.world_size))
-        lab.check("sum", float((tensor - wanted).abs().max()), 0.0, name, f"{held} in the end")
-        rows.append([name, held])
-    title = "One all_reduce in every way: in chunk c rank r puts in (c+1)·10^r"
-    lab.table(title, ["by", "rank 0 then holds, chunk by chunk"], rows)
+        chunks_now = digits(split(tensor, lab.world_size))
+        lab.check("sum", float((tensor - wanted).abs().max()), 0.0, name, f"{chunks_now} at the end")
+        rows.append([name, chunks_now])
+    title = "One all_reduce by every algorithm: rank r's chunk c is (c+1)·10^r"
+    lab.table(title, ["by", "the result on rank 0, chunk by chunk"], rows)
 
 
 # Two small programs with every number shown: the lesson's broadcast, slice and gather, and a ring all_reduce.
@@ -128,17 +130,17 @@ class RecordingPeers(Peers):
 
     def __init__(self, group: dist.ProcessGroup, chunks: list[Tensor]) -> None:
         super().__init__(group)
-        self.chunks, self.sent, self.held = chunks, list[tuple[int, int]](), list[str]()
+        self.chunks, self.sent, self.chunks_by_round = chunks, list[tuple[int, int]](), list[str]()
 
     def post(self, tag: int, receives: Addressed = (), sends: Addressed = ()) -> tuple[list[Message], list[Message]]:
         """Record the chunks, which still have the previous round's result, then post as `Peers.post`."""
         sends = list(sends)
-        self.held.append(digits(self.chunks))
+        self.chunks_by_round.append(digits(self.chunks))
         self.sent += [(peer, int(tensor[0])) for peer, tensor in sends]
         return super().post(tag, receives, sends)
 
 
-def marked(lab: Lab) -> tuple[Tensor, Tensor]:
+def digit_tensor(lab: Lab) -> tuple[Tensor, Tensor]:
     """Return 2N + 1 numbers and their sum. In chunk c rank r has (c+1)·10^r: the digit identifies the chunk, its places
     the ranks whose parts are in it."""
     ranks, digit = range(lab.world_size), torch.empty(2 * lab.world_size + 1, dtype=torch.long, device=lab.device)
@@ -149,22 +151,24 @@ def marked(lab: Lab) -> tuple[Tensor, Tensor]:
 
 def ring(lab: Lab, algorithm: Algorithm = ring_by_hand) -> None:
     """Run the ring all_reduce of the variant `ring` and log it round by round."""
-    tensor, wanted = marked(lab)
+    tensor, wanted = digit_tensor(lab)
     chunks = split(tensor, lab.world_size)
     peers = RecordingPeers(lab.group, chunks)
     lab.at(0, "ring")
     Pending(algorithm.all_reduce(peers, tensor)).wait()
-    held = [*peers.held, digits(chunks)]
-    everyone = lab.exchange.everyone("ring", peers.sent)
-    rows: list[list[object]] = [["", "", "", held[0]]]
+    chunks_by_round = [*peers.chunks_by_round, digits(chunks)]
+    moves_by_rank = lab.exchange.everyone("ring", peers.sent)
+    rows: list[list[object]] = [["", "", "", chunks_by_round[0]]]
     finished = set(wanted.tolist())
-    for number, moves in enumerate(zip(*everyone, strict=True), 1):
-        told = ", ".join(f"{sender} -> {receiver}: {value}" for sender, (receiver, value) in enumerate(moves))
-        rows.append([number, "copy" if copies(moves, finished) else "add", told, held[number]])
-    note_ring(lab, everyone, held, finished)
-    columns = ["round", "receivers", "who sends what to whom", "rank 0 then holds"]
-    lab.table("A ring all_reduce, round by round: the digit is the chunk, its places are the ranks", columns, rows)
-    lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} in the end")
+    for number, moves in enumerate(zip(*moves_by_rank, strict=True), 1):
+        sends = ", ".join(f"{sender} -> {receiver}: {value}" for sender, (receiver, value) in enumerate(moves))
+        rows.append([number, "copy" if copies(moves, finished) else "add", sends, chunks_by_round[number]])
+    note_ring(lab, moves_by_rank, chunks_by_round, finished)
+    columns = ["round", "receivers", "sender -> receiver: value", "chunks of rank 0 afterwards"]
+    lab.table(
+        "A ring all_reduce, round by round: the digit is the chunk, its decimal places are the ranks", columns, rows
+    )
+    lab.check("ring", float((tensor - wanted).abs().max()), 0.0, detail=f"{digits(chunks)} at the end")
 
 
 def copies(moves: Iterable[tuple[int, int]], finished: set[int]) -> bool:
@@ -172,26 +176,34 @@ def copies(moves: Iterable[tuple[int, int]], finished: set[int]) -> bool:
     return {value for _, value in moves} <= finished
 
 
-def note_ring(lab: Lab, everyone: Sequence[Sequence[tuple[int, int]]], held: Sequence[str], finished: set[int]) -> None:
+def note_ring(
+    lab: Lab, moves_by_rank: Sequence[Sequence[tuple[int, int]]], chunks_by_round: Sequence[str], finished: set[int]
+) -> None:
     """Log on each rank what it sends and receives in each round, and its numbers after it."""
     ranks, me = lab.world_size, lab.rank
     if ranks == 1:
         return
     lab.note("RING", f"all_reduce of {ranks} chunks: {ranks - 1} rounds add, {ranks - 1} copy; I send to rank"
-             f" {(me + 1) % ranks}, I get from rank {(me - 1) % ranks}")  # fmt: skip
-    lab.note("", f"my numbers are {held[0]}: the first digit is the chunk, the places say whose parts are in a sum")
+             f" {(me + 1) % ranks}, I receive from rank {(me - 1) % ranks}")  # fmt: skip
+    lab.note(
+        "",
+        f"my numbers are {chunks_by_round[0]}: the first digit is the chunk, the decimal places are the ranks in a sum",
+    )
     before = (me - 1) % ranks
-    for number, (mine, theirs) in enumerate(zip(everyone[me], everyone[before], strict=True)):
-        sent, got = mine[1], theirs[1]
-        own = int(str(got)[0]) * 10**me
-        last = copies([of_rank[number] for of_rank in everyone], finished)
-        word = f"copy {number - ranks + 2}" if last else f"add {number + 1}"
-        result = f"I hold {held[number + 1]}" if last else f"{got} + my {own} = {got + own}"
-        lab.note(word, f"I send chunk {chunk_of(sent)}, {sent} · I get chunk {chunk_of(got)}, {got} · {result}")
+    for number, (mine, previous) in enumerate(zip(moves_by_rank[me], moves_by_rank[before], strict=True)):
+        sent, received = mine[1], previous[1]
+        own = int(str(received)[0]) * 10**me
+        last = copies([moves[number] for moves in moves_by_rank], finished)
+        action = f"copy {number - ranks + 2}" if last else f"add {number + 1}"
+        result = f"I have {chunks_by_round[number + 1]}" if last else f"{received} + my {own} = {received + own}"
+        lab.note(
+            action,
+            f"I send chunk {chunk_of(sent)}, {sent} · I receive chunk {chunk_of(received)}, {received} · {result}",
+        )
 
 
 def chunk_of(value: int) -> int:
-    """Return the chunk of a number from `marked`."""
+    """Return the chunk of a number from `digit_tensor`."""
     return int(str(value)[0]) - 1
 
 
@@ -205,7 +217,7 @@ def digits(chunks: list[Tensor]) -> str:
 
 def title(config: Config) -> str:
     """Return the title of the run."""
-    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.requested(config.variant).names)} ways to all_reduce"
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.requested(config.variant).names)} algorithms for an all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -235,33 +247,33 @@ def run(
     primitives.backward(lab, backward_of)
     lab.finished("proof")
     broadcast_slice_gather(lab)
-    with groups_of(lab) as groups:
+    with gloo_and_tcp_groups(lab) as groups:
         compare(lab, algorithms, groups)
 
 
 def compare(lab: Lab, algorithms: Mapping[str, Algorithm], groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Compare the variants: their results, the ring message by message, a picture, and the sweep."""
-    ways = {**algorithms, "plain": OnePage()}
+    every_algorithm = {**algorithms, "plain": LessonRing()}
     collectives = {
-        name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, ways)
+        name: Collective(groups.get(name, lab.group), "backend" if name in groups else name, every_algorithm)
         for name in lab.mode.names
         if lab.wants(name) and (name in groups or name not in (GLOO, TCP))
     }
-    everyones_sum(lab, collectives)
+    compare_sums(lab, collectives)
     ring(lab, algorithms["ring"])
     draw_all(lab, collectives)
     benchmark.run(lab, collectives, int(lab.config.own(Options).sweep_mib * benchmark.MIB))
 
 
 @contextmanager
-def groups_of(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
+def gloo_and_tcp_groups(lab: Lab) -> Iterator[dict[str, dist.ProcessGroup]]:
     """Yield all ranks as a gloo group (or LAB_BACKEND's) and as one over plain TCP: one of them is the world, the other
     exists during the block."""
     world = TCP if lab.config.backend == TCP else GLOO
     other = GLOO if world == TCP else TCP
     groups = {world: lab.group} if lab.wants(world) else {}
     if other == TCP and lab.device.type == "cuda" and lab.wants(TCP):
-        lab.skip(TCP, "plain TCP sends from the memory of the CPU alone")
+        lab.skip(TCP, "plain TCP sends only from CPU memory")
     elif lab.wants(other):
         TcpBackend(lab.hooks.own_ip, lab.hooks.secret, lab.hooks.on_rejected).register()
         bound = timedelta(seconds=lab.config.collective_timeout_s)
@@ -294,7 +306,7 @@ def draw_all(lab: Lab, collectives: Mapping[str, Collective]) -> None:
 
 def refuse(config: Config) -> list[str]:
     """Return errors for user models, and for messages that gloo cannot send."""
-    why = "LAB_BACKEND=gloo sends no tensor that lives on a GPU, and comm is made of sends"
+    why = "LAB_BACKEND=gloo cannot send GPU tensors, and comm is made of sends"
     return untrained(config) + [f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"] * config.gloo_on_gpus
 
 
@@ -323,13 +335,12 @@ MODE = Mode(
     in_lesson={"skipped_round": ("range(ranks - 1):  # one finished chunk per round", "range(ranks - 2):")},
     reading=(
         "experiments/comm/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/comm/__init__.py: an all_reduce made of sends and receives one by one, a ring message by"
+        "experiments/comm/__init__.py: an all_reduce made of single sends and receives, a ring message by"
         " message, and what a run does",
-        "experiments/comm/primitives.py: who has what before and after each primitive, and what its backward returns",
-        "distlab/techniques/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: a variant"
-        " is the two",
-        "distlab/techniques/transport/tcp.py: what a small sum costs over plain TCP",
-        "experiments/comm/checks.py: what goes in and has to come out, by rank, place and repeat",
+        "experiments/comm/primitives.py: each rank's tensors before and after each primitive, and its backward pass",
+        "distlab/techniques/collectives/point_to_point.py, then ring.py, direct.py, tree.py or rooted.py: the variants",
+        "distlab/techniques/transport/tcp.py: small sums over plain TCP",
+        "experiments/comm/checks.py: the inputs and the expected outputs, by rank, position and repeat",
         "experiments/comm/benchmark.py: latency, bandwidth and bytes from 1 KiB to 64 MiB",
     ),
 )

@@ -45,7 +45,7 @@ class Cost:
 
     rounds_s: list[float] = field(default_factory=list)
     wire_bytes: float | None = None
-    off: float = 0.0  # the largest error of any call
+    error: float = 0.0  # the largest error of any call
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ Costs = dict[tuple[str, int, str], Cost]  # by operation, bytes, variant
 
 
 def size(nbytes: int) -> str:
-    """1024 as "1 KiB"."""
+    """Format 1024 as "1 KiB"."""
     if nbytes < KIB:
         return f"{nbytes} B"
     return f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
@@ -80,7 +80,7 @@ def even(nbytes: int, world_size: int) -> int:
 
 
 def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int]) -> None:
-    """Latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
+    """Show latency, algbw, busbw and bytes of one operation, by size; the bytes are rank 0's."""
     factor = formulas.busbw_factor(op, lab.world_size)
     rows: list[list[object]] = []
     for nbytes in sizes:
@@ -95,9 +95,9 @@ def tables(lab: Lab, op: str, costs: Costs, variants: list[str], sizes: list[int
             rows.append(
                 [size(nbytes), name, f"{cost.seconds * 1e6:.0f}", *speed, *bytes_, "picked" if name == picked else ""]
             )
-    lab.table(op, ["size", "variant", "us", "algbw", "busbw", "predicted B", "wire B", "by size"], rows)
-    took = [f"{name} {costs[op, sizes[-1], name].seconds * 1e3:.3g}" for name in variants]
-    lab.say(f"{op}, {size(sizes[-1])}, ms: {', '.join(took)}", "result", at="normal")
+    lab.table(op, ["size", "variant", "us", "algbw", "busbw", "predicted B", "wire B", "best by size"], rows)
+    times_text = [f"{name} {costs[op, sizes[-1], name].seconds * 1e3:.3g}" for name in variants]
+    lab.say(f"{op}, {size(sizes[-1])}, ms: {', '.join(times_text)}", "result", at="normal")
     megabytes = [nbytes / 1e6 for nbytes in sizes]
     times = {name: [costs[op, nbytes, name].seconds for nbytes in sizes] for name in variants}
     milliseconds = {name: [megabytes, [seconds * 1e3 for seconds in column]] for name, column in times.items()}
@@ -120,11 +120,11 @@ def crossings(lab: Lab, op: str, costs: Costs, sizes: list[int]) -> None:
     if any((op, nbytes, name) not in costs for nbytes in sizes for name in ("gloo", "tcp")):
         return
     ratios = [costs[op, nbytes, "gloo"].seconds / costs[op, nbytes, "tcp"].seconds for nbytes in sizes]
-    told = [f"{size(sizes[0])} {ratios[0]:.3g}x"]
+    ratios_text = [f"{size(sizes[0])} {ratios[0]:.3g}x"]
     for before, ratio, nbytes in zip(ratios, ratios[1:], sizes[1:], strict=False):
         if (before > 1) != (ratio > 1) or nbytes == sizes[-1]:
-            told.append(f"{size(nbytes)} {ratio:.3g}x")
-    lab.say(f"{op}: speed of tcp over gloo's where it crosses 1 and at both ends: {', '.join(told)}", "crossover")
+            ratios_text.append(f"{size(nbytes)} {ratio:.3g}x")
+    lab.say(f"{op}: gloo's time over tcp's, at both ends and where it crosses 1: {', '.join(ratios_text)}", "crossover")
 
 
 def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
@@ -132,25 +132,25 @@ def fits(lab: Lab, costs: Costs, variants: list[str], sizes: list[int]) -> None:
     rows: list[list[object]] = []
     for name in variants:
         times = {nbytes: costs["all_reduce", nbytes, name].seconds for nbytes in sizes}
-        latency_s, bytes_per_s, off = fit(name, lab.world_size, times)
+        latency_s, bytes_per_s, error = fit(name, lab.world_size, times)
         rounds = formulas.all_reduce_rounds(algorithm(name), lab.world_size)
-        rows.append([name, rounds, three_digits(latency_s * 1e6), three_digits(bytes_per_s / 1e9), f"{off:.0%}"])
+        rows.append([name, rounds, three_digits(latency_s * 1e6), three_digits(bytes_per_s / 1e9), f"{error:.0%}"])
     # `python -m distlab plan --calibrate` reads this table.
-    lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], rows)
+    lab.table(FITTED, ["variant", "rounds", LATENCY, RATE, "median error"], rows)
 
 
 def fit(name: str, world_size: int, times: Mapping[int, float]) -> tuple[float, float, float]:
-    """(α, B, median relative error) of `times`, seconds by bytes, by least squares of the relative errors."""
+    """Fit α and B to `times`, seconds by bytes, by least squares of the relative errors; also return their median."""
     rounds = formulas.all_reduce_seconds(algorithm(name), world_size, 0, 1.0, 1.0)
     serial = {nbytes: formulas.all_reduce_seconds(algorithm(name), world_size, nbytes, 0.0, 1.0) for nbytes in times}
     terms = torch.tensor([[rounds / t, serial[nbytes] / t] for nbytes, t in times.items()], dtype=torch.float64)
     ones = torch.ones(len(times), 1, dtype=torch.float64)
     latency_s, s_per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
-    off = statistics.median(abs(row[0] * latency_s + row[1] * s_per_byte - 1) for row in terms.tolist())
-    return latency_s, 1 / s_per_byte, off
+    error = statistics.median(abs(row[0] * latency_s + row[1] * s_per_byte - 1) for row in terms.tolist())
+    return latency_s, 1 / s_per_byte, error
 
 
-def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
+def chart_server_limit(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
     """Chart the busiest rank's bytes over S, for any N by formula, and as counted on rank 0 here."""
     worlds = list(range(2, 9))
     series = {
@@ -165,12 +165,12 @@ def wall(lab: Lab, costs: Costs, variants: list[str], largest: int) -> None:
         if counted is not None:
             series[f"{name}, counted"] = [[float(lab.world_size)], [counted / largest]]
     lab.chart(
-        "The server's wall: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series
+        "The server's limit: bytes that the busiest rank sends in an all_reduce, over S", "ranks", "bytes / S", series
     )
     server, ring = (series[name][1][lab.world_size - 2] for name in ("server", "ring"))
     lab.say(
-        f"the server sends {server:g}·S at N={lab.world_size}, and S more with each rank; the ring {ring:.3g}·S, under"
-        " 2·S for any N"
+        f"the server sends {server:g}·S at N={lab.world_size}, and S more per additional rank; the ring {ring:.3g}·S,"
+        " less than 2·S for any N"
     )
 
 
@@ -189,12 +189,12 @@ TIMED_HALVES = (
 # As in the papers; an algorithm's own entry has precedence.
 FORMULAS = {
     ("all_reduce", "server"): "(N-1)·S on rank 0, S elsewhere",
-    ("all_reduce", "tree"): "2(P-1)/P·S, and 2·S for each rank beyond P = 2^k",
+    ("all_reduce", "tree"): "2(P-1)/P·S, plus 2·S per rank beyond P = 2^k",
     ("reduce_scatter", "gloo"): "2(N-1)/N·S: an all_reduce and a slice",
     ("reduce_scatter", "server"): "(N-1)/N·S on rank 0, S elsewhere",
     ("reduce_scatter", "tree"): "(N-1)/N·S, and S on each rank beyond P = 2^k",
-    ("all_gather", "tree"): "(N-1)/N·S, and S more for each rank beyond P = 2^k",
-    ("all_reduce", "tcp"): "the server's up to 512 KiB, then direct's",
+    ("all_gather", "tree"): "(N-1)/N·S, plus S per rank beyond P = 2^k",
+    ("all_reduce", "tcp"): "like server up to 512 KiB, then like direct",
     ("all_gather", "server"): "(N-1)·S on rank 0, S/N elsewhere",
 }
 
@@ -226,7 +226,7 @@ def run(lab: Lab, collectives: Mapping[str, Collective], largest_bytes: int) -> 
         for op in BYTES:
             crossings(lab, op, costs, sizes)
         fits(lab, costs, variants, sizes)
-        wall(lab, costs, variants, sizes[-1])
+        chart_server_limit(lab, costs, variants, sizes[-1])
 
 
 def calls(op: str, nbytes: int, variants: Iterable[str]) -> int:
@@ -244,7 +244,7 @@ def rounds(nbytes: int) -> int:
 
 
 def repeats(nbytes: int) -> int:
-    """Calls in a row of one variant in one round."""
+    """Return the consecutive calls of one variant in one round."""
     return max(1, min(16, REPEATED_BYTES // nbytes))
 
 
@@ -253,23 +253,23 @@ def price(lab: Lab, op: str, nbytes: int, collectives: Mapping[str, Collective])
 
     Each call has different numbers; they are prepared before the timing and checked after it.
     """
-    in_a_row, names = repeats(nbytes), timed(op, collectives)
+    repeated, names = repeats(nbytes), timed(op, collectives)
     numel = even(nbytes, lab.world_size) // 4
-    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(in_a_row)]
+    trials = [Trial.of(op, lab.rank, lab.world_size, numel, lab.device) for _ in range(repeated)]
     costs = {name: Cost() for name in collectives if name in names or nbytes in COMPARED}
     for name, cost in costs.items():
         prepare(trials[:1], collectives[name], 0)
         with lab.count() as traffic:
             trials[0].run(collectives[name])
         cost.wire_bytes = traffic.wire_bytes if traffic.wire_error is None else None
-        cost.off = trials[0].off()
-    for turn in range(rounds(nbytes)):
+        cost.error = trials[0].error()
+    for number in range(rounds(nbytes)):
         for name in names:
-            prepare(trials, collectives[name], 1 + turn * in_a_row)
-            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), in_a_row))
-            costs[name].off = max(costs[name].off, *(trial.off() for trial in trials))
-    everyone = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
-    slowest = slowest_of(everyone)
+            prepare(trials, collectives[name], 1 + number * repeated)
+            costs[name].rounds_s.append(lab.seconds(partial(run_next, iter(trials), collectives[name]), repeated))
+            costs[name].error = max(costs[name].error, *(trial.error() for trial in trials))
+    seconds_by_rank = lab.exchange.everyone(op, [seconds for cost in costs.values() for seconds in cost.rounds_s])
+    slowest = slowest_of(seconds_by_rank)
     for cost in costs.values():
         cost.rounds_s, slowest = slowest[: len(cost.rounds_s)], slowest[len(cost.rounds_s) :]
     return costs
@@ -291,7 +291,7 @@ def check_contents(lab: Lab, costs: Costs, collectives: Mapping[str, Collective]
     for name, collective in collectives.items():
         for op in BYTES:
             lab.at(0, f"contents of {op} by {name}")
-            swept = [cost.off for (other, _, of), cost in costs.items() if (other, of) == (op, name)]
+            swept = [cost.error for (other, _, of), cost in costs.items() if (other, of) == (op, name)]
             worst = max([uneven(collective, op, lab.device), *swept])
             lab.check("contents", worst, 0.0, variant=name, detail=f"{op}, every call at every size")
 

@@ -20,48 +20,48 @@ DIRECT = Needs(proof=False, variants=("direct",))
 
 
 @dataclass(frozen=True)
-class Like:
-    """The three operations of `right`; a bug overrides one."""
+class Wrapper:
+    """The three operations of `correct`; a bug overrides one."""
 
-    right: Algorithm
+    correct: Algorithm
 
     def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
-        return self.right.all_reduce(peers, tensor)
+        return self.correct.all_reduce(peers, tensor)
 
     def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
-        return self.right.reduce_scatter(peers, tensor, output)
+        return self.correct.reduce_scatter(peers, tensor, output)
 
     def all_gather(self, peers: Peers, tensor: Tensor) -> Steps:
-        return self.right.all_gather(peers, tensor)
+        return self.correct.all_gather(peers, tensor)
 
 
-def all_but(name: str, right: Algorithm) -> Callable[[type[Like]], Mapping[str, Algorithm]]:
-    """Return a decorator that replaces one algorithm by a class based on `right`."""
-    return lambda wrong: {**ALGORITHMS, name: wrong(right)}
+def replacing(name: str, correct: Algorithm) -> Callable[[type[Wrapper]], Mapping[str, Algorithm]]:
+    """Return a decorator that replaces one algorithm by a class based on `correct`."""
+    return lambda wrong: {**ALGORITHMS, name: wrong(correct)}
 
 
-@mistake("skipped_round", check="ring", part="algorithms", needs=RING, put=all_but("ring", ring))
-class SkippedRound(Like):
+@mistake("skipped_round", check="ring", part="algorithms", needs=RING, put=replacing("ring", ring))
+class SkippedRound(Wrapper):
     """The ring skips its last round: each rank's last chunk has an incomplete sum."""
 
     def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
-        steps, last = self.right.all_reduce(peers, tensor), peers.after(2)
+        steps, last = self.correct.all_reduce(peers, tensor), peers.after(2)
         before = split(tensor, peers.world_size)[last].clone()
         yield from steps
         split(tensor, peers.world_size)[last].copy_(before)
 
 
-@mistake("lost_own_part", check="contents", part="algorithms", needs=DIRECT, put=all_but("direct", direct))
-class LostOwnPart(Like):
+@mistake("lost_own_part", check="contents", part="algorithms", needs=DIRECT, put=replacing("direct", direct))
+class LostOwnPart(Wrapper):
     """The direct reduce_scatter leaves each rank's own part out of its sum."""
 
     def reduce_scatter(self, peers: Peers, tensor: Tensor, output: Tensor) -> Steps:
         split(tensor, peers.world_size)[peers.rank].zero_()
-        yield from self.right.reduce_scatter(peers, tensor, output)
+        yield from self.correct.reduce_scatter(peers, tensor, output)
 
 
 @mistake("wrong_backward", check="gradients", part="backward_of", needs=Needs(proof=False))
 def lessons_backward(primitive: Primitive, loss: Loss) -> Loss:
-    """Each primitive has the backward of the lesson's table, whatever the loss: all_gather's slice ignores the other
-    ranks' losses, all_reduce's all_reduce counts a replicated loss N times."""
+    """Each primitive has the backward of the lesson's table, for any loss: all_gather's slice ignores the other ranks'
+    losses, and all_reduce's all_reduce counts a replicated loss N times."""
     return loss_of_lesson(primitive, loss)

@@ -40,22 +40,26 @@ def total(world_size: int, repeat: int, device: torch.device) -> Tensor:
     return torch.stack([numbers(rank, repeat, device) for rank in range(world_size)]).sum(0)
 
 
-def turned_by(period: Tensor, start: int) -> Tensor:
+def rotated(period: Tensor, start: int) -> Tensor:
     """Return the period from position `start` on."""
     return period.roll(-(start % PERIOD)) if start % PERIOD else period
 
 
 def fill(tensor: Tensor, period: Tensor, start: int = 0) -> None:
     """Fill the flat `tensor` with repetitions of `period`, from its position `start` on."""
-    turned = turned_by(period, start)
+    period_here = rotated(period, start)
     for run in tensor.split(PERIOD):
-        run.copy_(turned[: run.numel()])
+        run.copy_(period_here[: run.numel()])
 
 
 def largest_difference(found: Tensor, period: Tensor, start: int = 0) -> float:
     """Return the largest difference of the flat `found` from what `fill` would write; infinite if one is NaN."""
-    turned = turned_by(period, start)
-    wrong = [run - turned[: run.numel()] for run in found.split(PERIOD) if not torch.equal(run, turned[: run.numel()])]
+    period_here = rotated(period, start)
+    wrong = [
+        run - period_here[: run.numel()]
+        for run in found.split(PERIOD)
+        if not torch.equal(run, period_here[: run.numel()])
+    ]
     return max(map(largest, wrong), default=0.0)
 
 
@@ -102,7 +106,7 @@ class Trial:
         else:
             collective.all_gather(self.whole, self.chunk)
 
-    def off(self) -> float:
+    def error(self) -> float:
         """Return the error of the result, compared with the formula."""
         device = self.whole.device
         if self.op == "all_gather":
@@ -130,7 +134,7 @@ def uneven(collective: Collective, op: str, device: torch.device) -> float:
             trial.prepare(repeat)
             collective.peers.memory.poison()
             trial.run(collective)
-            worst = max(worst, trial.off())
+            worst = max(worst, trial.error())
     return worst
 
 

@@ -23,7 +23,7 @@ def reduce_scatter(chunks: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     total = chunks[rank - 1]
     for turn in range(ranks - 1):
         mine = chunks[(rank - 2 - turn) % ranks]
-        total = pass_on(total, torch.empty_like(mine), group) + mine  # of turn + 2 ranks by now
+        total = pass_on(total, torch.empty_like(mine), group) + mine  # of turn + 2 ranks so far
     return total
 
 

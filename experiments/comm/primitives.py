@@ -122,10 +122,10 @@ def forward(lab: Lab) -> None:
         lab.check("forward", wrong, 0.0, detail=primitive.name)
         shown = lab.exchange.gather(primitive.name, text(after))
         rows += [
-            [primitive.name if rank == 0 else "", rank, text(before[rank]), held]
-            for rank, held in enumerate(shown or [])
+            [primitive.name if rank == 0 else "", rank, text(before[rank]), cells]
+            for rank, cells in enumerate(shown or [])
         ]
-    lab.table("What each rank holds", ["primitive", "rank", "before", "after"], rows)
+    lab.table("The tensors of each rank", ["primitive", "rank", "before", "after"], rows)
 
 
 def text(x: Tensor) -> str:
@@ -160,27 +160,27 @@ def backward(lab: Lab, backward_of: Convention = as_it_is) -> None:
         for loss in LOSSES if primitive.replicates else LOSSES[:1]:
             lab.at(0, f"gradient of {primitive.name}")
             true = one_process(lab, primitive, loss)
-            taken = backward_of(primitive, loss)
-            measured = gradient(lab, primitive, taken, loss)
+            convention = backward_of(primitive, loss)
+            measured = gradient(lab, primitive, convention, loss)
             lessons = gradient(lab, primitive, loss_of_lesson(primitive, loss), loss)
-            detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[taken]}"
+            detail = f"{primitive.name}, {loss} loss, backward by {primitive.backward[convention]}"
             lab.check("gradients", largest_difference(measured, true), TOLERANCE, detail=detail)
-            rows.append(table_row(primitive, loss, primitive.backward[taken], measured, true, lessons))
-    lab.table("What comes back to rank 0: the gradient of x", COLUMNS, rows)
+            rows.append(table_row(primitive, loss, primitive.backward[convention], measured, true, lessons))
+    lab.table("The gradient of x on rank 0", COLUMNS, rows)
     nothing_recorded(lab)
 
 
-COLUMNS = ["primitive", "loss", "backward", "it gives", "one process", "the lesson's backward", "that gives"]
+COLUMNS = ["primitive", "loss", "backward", "its result", "one process", "the lesson's backward", "the lesson's result"]
 
 
 def table_row(
     primitive: Primitive, loss: Loss, backward: str, measured: Tensor, true: Tensor, lessons: Tensor
 ) -> list[object]:
     """Return a table row: the gradient here, the right one, and that of the lesson's backward."""
-    whose = loss if primitive.replicates else "either"
-    gives = text(lessons) if largest_difference(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
-    lesson = [primitive.backward[loss_of_lesson(primitive, loss)], gives] if primitive.lesson else ["-", "-"]
-    return [primitive.name, whose, backward, text(measured), text(true), *lesson]
+    loss_of = loss if primitive.replicates else "either"
+    result = text(lessons) if largest_difference(lessons, true) <= TOLERANCE else f"WRONG: {text(lessons)}"
+    lesson = [primitive.backward[loss_of_lesson(primitive, loss)], result] if primitive.lesson else ["-", "-"]
+    return [primitive.name, loss_of, backward, text(measured), text(true), *lesson]
 
 
 def loss_of_lesson(primitive: Primitive, loss: Loss) -> Loss:
@@ -220,6 +220,8 @@ def nothing_recorded(lab: Lab) -> None:
     gathered = [torch.zeros(2, device=lab.device) for _ in range(lab.world_size)]
     dist.all_gather(gathered, x, group=lab.group)
     recorded = sum(part.requires_grad for part in gathered)
-    detail = "outputs of torch.distributed.all_gather that autograd knows of"
+    detail = "outputs of torch.distributed.all_gather that autograd tracks"
     lab.check("no autograd", recorded, 0, detail=detail)
-    lab.say("torch.distributed.all_gather gives autograd nothing back; distlab/techniques/collectives/autograd.py does")
+    lab.say(
+        "torch.distributed.all_gather has no backward pass; those of distlab/techniques/collectives/autograd.py have"
+    )

@@ -50,7 +50,7 @@ from distlab.techniques.mesh.grid import Mesh
 
 from . import lesson, pytorch
 from .bugs import mistake
-from .checks import by_the_formula, claims
+from .checks import claims, prove_by_formula
 from .options import Options
 from .predictions import METHODS, cannot, predict, refuse, show, summary
 
@@ -68,18 +68,20 @@ def dense(model: Model, mesh: Mesh, config: Config) -> Strategy:
     return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, config.bucket_mib * 2**20))
 
 
-def compressed(compressor_of: Callable[..., Compressor]) -> Build:
+def compressed(make_compressor: Callable[..., Compressor]) -> Build:
     """Build a replica in which each bucket has its own compressor, made for the shapes of its gradients.
 
     Each computes values = residual + bucket, sends a message of them, and keeps residual = values - message.
     """
 
-    @wraps(compressor_of)
+    @wraps(make_compressor)
     def build(model: Model, mesh: Mesh, config: Config) -> Strategy:
         draw_and_broadcast(model, mesh.group, config)
-        of_bucket = partial(compressor_of, mesh.group, config, config.own(Options))
+        compressor_of_bucket = partial(make_compressor, mesh.group, config, config.own(Options))
         size = config.bucket_mib * 2**20
-        return Replica(model, config, GradientBuckets(model.parameters(), mesh.group, size, make_all_reduce=of_bucket))
+        return Replica(
+            model, config, GradientBuckets(model.parameters(), mesh.group, size, make_all_reduce=compressor_of_bucket)
+        )
 
     return build
 
@@ -131,7 +133,7 @@ def run(lab: Lab) -> None:
     """Predict, prove and measure; then show the bytes sent and the losses reached."""
     predictions = predict(lab.config)
     lab.say(summary(lab.config), "predict")
-    proofs: dict[str, Proof] = dict.fromkeys((*METHODS, "plain"), partial(by_the_formula, lab))
+    proofs: dict[str, Proof] = dict.fromkeys((*METHODS, "plain"), partial(prove_by_formula, lab))
     measured = measure(lab, also=partial(check_replicas, lab), proofs={**proofs, **pytorch.proofs(lab, fp16, powersgd)})
     lab.compare_predictions(predictions, measured)
     show(lab, measured)
@@ -154,22 +156,22 @@ MODE = Mode(
     mistakes=mistake,
     gone={
         "per_parameter": "topk sends the largest of each bucket",
-        "bf16": "fp16 sends 16 bits a number",
-        "sign": "int8 sends the fewest bits a number",
+        "bf16": "fp16 sends 16 bits per number",
+        "sign": "int8 sends the fewest bits per number",
         "topk_plain": "LAB_VARIANT=topk LAB_ERROR_FEEDBACK=0",
         "sign_plain": "LAB_VARIANT=int8 LAB_ERROR_FEEDBACK=0",
         "powersgd_plain": "LAB_VARIANT=powersgd LAB_ERROR_FEEDBACK=0",
         "ddp": "dense sends as much; RUN_MODE=dp has ddp",
     },
-    unsaved="keeps a residual of its own on each rank, as large as the gradients, without which a resumed run would "
-    "lose what was not sent",
+    unsaved="has a residual on each rank, as large as the gradients, without which a resumed run would lose the "
+    "unsent part",
     in_lesson={
         "no_error_feedback": ("bucket.clone() if self.residual is None else bucket + self.residual", "bucket.clone()")
     },
     reading=(
         "experiments/compress/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
         "experiments/compress/__init__.py: the variants, the simplest first, each with its compressor",
-        "distlab/techniques/compression/compressors.py: what every compressor does, and what each variant sends",
+        "distlab/techniques/compression/compressors.py: the steps of every compressor, and the message of each variant",
         "distlab/techniques/compression/powersgd.py: two thin factors in place of a matrix",
         "experiments/compress/checks.py: how each is compared with its paper's formula",
     ),

@@ -25,14 +25,14 @@ def all_sent(config: Config) -> str:
     """Return a sentence if everything is sent, or error feedback is off anyway."""
     own = config.own(Options)
     if not own.error_feedback:
-        return "LAB_ERROR_FEEDBACK=0: there is none to forget"
+        return "LAB_ERROR_FEEDBACK=0: there is no residual to lose"
     chosen = {name for name in METHODS if not config.variant or name in config.variant}
     return "LAB_RATIO=1: all numbers are sent" if chosen <= {"topk", "randomk"} and own.ratio == 1 else ""
 
 
-def every_place(config: Config) -> str:
+def all_positions(config: Config) -> str:
     """If all positions are drawn, seeds do not matter."""
-    return "LAB_RATIO=1: all places are drawn" if config.own(Options).ratio == 1 else ""
+    return "LAB_RATIO=1: all positions are drawn" if config.own(Options).ratio == 1 else ""
 
 
 def few_rows(config: Config) -> str:
@@ -82,7 +82,7 @@ class ForgetfulBuckets(GradientBuckets):
         super().__init__(parameters, group, bucket_bytes, make_all_reduce=make_forgetful)
 
 
-@mistake("unshared_seed", check="formula", part="RandomK", of=("randomk",), needs=Needs(unless=every_place))
+@mistake("unshared_seed", check="formula", part="RandomK", of=("randomk",), needs=Needs(unless=all_positions))
 class OwnPlaces(RandomK):
     """Each rank draws random-k's positions with its own seed: numbers of different positions are added."""
 

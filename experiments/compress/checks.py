@@ -44,29 +44,29 @@ TOLERANCE = 1e-12  # relative to the largest number that is summed
 RANK_RTOL = 1e-10  # smaller singular values, relative to the largest, are rounding
 
 
-def in_buckets(tensors: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
+def to_buckets(tensors: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
     """Return one flat tensor per bucket from one tensor per parameter."""
     return [torch.cat([tensors[index].flatten() for index in bucket]) for bucket in members]
 
 
-def of_parameters(sums: list[Tensor], parameters: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
+def to_parameters(sums: list[Tensor], parameters: Sequence[Tensor], members: list[list[int]]) -> list[Tensor]:
     """Return one tensor per parameter from one per bucket."""
     order = [index for bucket in members for index in bucket]
     pieces = torch.cat(sums).split([parameters[index].numel() for index in order])
     return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=itemgetter(0))]
 
 
-def by_the_formula(lab: Lab, name: str, build: Build) -> None:
+def prove_by_formula(lab: Lab, name: str, build: Build) -> None:
     config = plain(lab.config)
     feedback = config.own(Options).error_feedback
     strategy = build(lab.model(torch.float64), lab.mesh, config)
     witnesses = watch_buckets(strategy)
     shapes = bucket_shapes(config, 8)
     references = [
-        Projection(config, of, feedback=feedback)
+        Projection(config, bucket, feedback=feedback)
         if name == "powersgd"
         else Reference(METHOD_OF[name], config, feedback=feedback)
-        for of in shapes
+        for bucket in shapes
     ]
     alone, batches = OneProcess(lab.model(torch.float64), config), lab.batches(torch.float64, proof=True)
     members = bucket_members(config, 8)
@@ -79,14 +79,14 @@ def by_the_formula(lab: Lab, name: str, build: Build) -> None:
         lab.at(step, f"one process, beside {name}")
         wanted: Sequence[Tensor | None] = [None] * len(witnesses)
         if lab.rank == 0:
-            wanted = in_buckets(gradients(alone.model, [batches.full(step)])[1], members)
+            wanted = to_buckets(gradients(alone.model, [batches.full(step)])[1], members)
         # Relative to the largest gradient of all: that of a key's bias is only rounding.
         size = max([TINY, *(largest(dense) for dense in wanted if dense is not None)])
         for witness, reference, dense in zip(witnesses, references, wanted, strict=True):
             for check, value in differences(lab, witness, reference, dense).items():
                 if check in worst.found:
                     worst.note(check, value / size if check == "gradients" else value, where=f"step {step}")
-        sums = of_parameters([witness.total for witness in witnesses], alone.trained, members)
+        sums = to_parameters([witness.total for witness in witnesses], alone.trained, members)
         weights = alone.step_by(sums) if lab.rank == 0 else None
         worst.compare("weights", strategy.full("weights"), weights, where=f"step {step}")
     for check, off in worst.found.items() if lab.rank == 0 else ():
@@ -105,28 +105,28 @@ def differences(
 ) -> dict[str, float]:
     """Return one bucket's errors of the last step on rank 0, relative to what is summed; `dense` is one process's
     gradient, whose error is relative to the gradients."""
-    of_ranks = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
-    dist.gather(witness.gradient, of_ranks, group=lab.group, group_dst=0)
-    kept = torch.stack([witness.before, witness.rest, witness.before.abs()])
-    dist.reduce(kept, group=lab.group, group_dst=0)
-    if of_ranks is None or dense is None:
+    gradients_by_rank = [torch.empty_like(witness.gradient) for _ in range(lab.world_size)] if lab.rank == 0 else None
+    dist.gather(witness.gradient, gradients_by_rank, group=lab.group, group_dst=0)
+    sums = torch.stack([witness.before, witness.after, witness.before.abs()])
+    dist.reduce(sums, group=lab.group, group_dst=0)
+    if gradients_by_rank is None or dense is None:
         return {}
-    before, rest, size = kept
-    came_in = added(of_ranks) + before
-    size = size + added([each.abs() for each in of_ranks])
+    before, after, size = sums
+    total_input = added(gradients_by_rank) + before
+    size = size + added([each.abs() for each in gradients_by_rank])
     # The message is compared after decoding; rounding of the sum at each hop is in no residual.
-    formula, sent = reference.judge(of_ranks, witness.total)
+    formula, sent = reference.judge(gradients_by_rank, witness.total)
     return {
-        "gradients": largest(added(of_ranks) - dense),
+        "gradients": largest(added(gradients_by_rank) - dense),
         "formula": formula,
-        "sent + residual": largest(sent + rest - came_in) / max(largest(size), TINY),
+        "sent + residual": largest(sent + after - total_input) / max(largest(size), TINY),
     }
 
 
 def check_rank(lab: Lab, name: str, witnesses: list[Witness], shapes: list[list[Size]]) -> None:
     low_rank = lab.config.own(Options).low_rank
-    ranks = [rank_of(witness.total, of, low_rank) for witness, of in zip(witnesses, shapes, strict=True)]
-    detail = f"ranks above {low_rank} of a matrix of the sum"
+    ranks = [rank_of(witness.total, bucket, low_rank) for witness, bucket in zip(witnesses, shapes, strict=True)]
+    detail = f"how far the rank of a matrix of the sum exceeds {low_rank}"
     lab.check("rank", max(0, max(ranks) - low_rank), 0, name, detail)
 
 
@@ -143,7 +143,7 @@ def rank_of(total: Tensor, shapes: list[Size], rank: int) -> int:
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Return the checks: bytes and calls of all variants by hand, and each method's properties."""
     proof, feedback = config.proof, config.own(Options).error_feedback
-    beside = ("losses beside ours", "gradients beside ours")
+    compared = ("losses beside ours", "gradients beside ours")
     return (
         *measured(mode, config, not_compared=(*METHODS, *TORCHS, "plain")),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
@@ -157,7 +157,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         ),
         Claims(("formula",), METHODS, one=True, when=proof),
         Claims(("rank",), ("powersgd",), one=True, when=proof),
-        Claims(beside, tuple(TORCHS), when=proof, fails_in="test_what_pytorchs_own_does_not_do_fails_the_run"),
+        Claims(compared, tuple(TORCHS), when=proof, fails_in="test_what_pytorchs_own_does_not_do_fails_the_run"),
         Claims(("sent + residual",), METHODS, one=True, when=proof and feedback),
         Claims(("residuals",), METHODS, when=proof and feedback, fails_in="test_residuals_that_go_wrong_fail_the_run"),
     )

@@ -12,7 +12,7 @@ class TopK:
     """
 
     def __init__(self, group: dist.ProcessGroup, ratio: float) -> None:
-        self.group, self.ratio, self.residual = group, ratio, None  # what was not sent yet [n]
+        self.group, self.ratio, self.residual = group, ratio, None  # not sent yet [n]
 
     def __call__(self, bucket: Tensor) -> None:
         """Leaves in `bucket` [n] the sum of what all ranks sent."""
@@ -32,15 +32,15 @@ class TopK:
 def demo(group: dist.ProcessGroup) -> float:
     """Take 20 steps that send 5 of 100 numbers; return the error of sent plus residual against all gradients."""
     torch.manual_seed(group.rank())
-    compressed, came, sent = TopK(group, ratio=0.05), torch.zeros(100).double(), torch.zeros(100).double()
+    compressed, total, sent = TopK(group, ratio=0.05), torch.zeros(100).double(), torch.zeros(100).double()
     for _ in range(20):
         gradient = torch.randn(100).double()
-        came += gradient
+        total += gradient
         compressed(gradient)
         sent += gradient
-    left = torch.stack([came, compressed.residual])
-    dist.all_reduce(left, group=group)
-    return (sent + left[1] - left[0]).abs().max().item()
+    sums = torch.stack([total, compressed.residual])
+    dist.all_reduce(sums, group=group)
+    return (sent + sums[1] - sums[0]).abs().max().item()
 
 
 if __name__ == "__main__":

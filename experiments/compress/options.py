@@ -4,7 +4,7 @@ from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """How much is not sent, and what becomes of it."""
+    """How much is sent, and whether the rest is kept."""
 
     sizes = {"width": 64, "depth": 4}  # noqa: RUF012  eight variants in 20 s
     ratio: float = Field(
@@ -14,5 +14,5 @@ class Options(ModeOptions):
     error_feedback: bool = Field(
         True,
         alias="LAB_ERROR_FEEDBACK",
-        description="0: what a compressor leaves out is lost, not added to the next step's gradients",
+        description="0: the unsent part is lost, not added to the next step's gradients",
     )

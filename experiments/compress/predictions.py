@@ -44,17 +44,21 @@ FORMULAS = {
 
 def refuse(config: Config) -> list[str]:
     """Return errors for this mode, such as a rank with which no matrix can be factored."""
-    wants_low_rank = not config.variant or any(METHOD_OF.get(name) == "powersgd" for name in config.variant)
-    reason = no_factors(config) if "low_rank" in config.options.model_fields_set and wants_low_rank else ""
+    uses_powersgd = not config.variant or any(METHOD_OF.get(name) == "powersgd" for name in config.variant)
+    reason = no_factors(config) if "low_rank" in config.options.model_fields_set and uses_powersgd else ""
     return ([reason] if reason else []) + untrainable(config)
 
 
 def cannot(config: Config) -> dict[str, str]:
-    thin, why = no_factors(config), "LAB_DTYPE=bfloat16: gradients are of 16 bits already"
+    unfactorable, why = no_factors(config), "LAB_DTYPE=bfloat16: gradients have 16 bits already"
     return ruled_out(
         (("fp16", "ddp_fp16"), config.dtype == "bfloat16", why),
-        (("powersgd", "ddp_powersgd"), thin, thin),
-        (("plain",), not config.own(Options).error_feedback, "LAB_ERROR_FEEDBACK=0: the lesson loses nothing"),
+        (("powersgd", "ddp_powersgd"), unfactorable, unfactorable),
+        (
+            ("plain",),
+            not config.own(Options).error_feedback,
+            "LAB_ERROR_FEEDBACK=0: the lesson always has error feedback",
+        ),
     )
 
 
@@ -62,10 +66,10 @@ def no_factors(config: Config) -> str:
     """Return why PowerSGD cannot factor with these settings; empty if it can."""
     low_rank, side = config.own(Options).low_rank, smallest_side(config)
     if low_rank > side:
-        what = f"LAB_LOW_RANK={low_rank} is above the smallest side of a weight matrix of this model"
-        return f"{what}, allowed: 1 to {side}"
+        setting = f"LAB_LOW_RANK={low_rank} is above the smallest side of a weight matrix of this model"
+        return f"{setting}, allowed: 1 to {side}"
     if not any(pays(parameter.shape, low_rank) for parameter in outline(config).parameters()):
-        return f"LAB_LOW_RANK={low_rank} factors nothing: two factors are as large as any weight matrix of this model"
+        return f"LAB_LOW_RANK={low_rank} saves nothing: two factors are as large as any weight matrix of this model"
     return ""
 
 
@@ -112,13 +116,13 @@ def predict(config: Config) -> list[Prediction]:
     ranks, found, (whole, each) = config.world_size, list[Prediction](), whole_rest(config)
     names = [name for name in METHOD_OF if name not in cannot(config)]
     for name in names:
-        shown, of_calls = (PYTORCHS, "") if name in TORCHS else ("", "those of each bucket")
+        shown, of_calls = (PYTORCHS, "") if name in TORCHS else ("", "the calls of each bucket")
         cost = Cost(sent_bytes(config, name, ranks), calls(config, name), messages(config, name, ranks))
         found += of_a_step(name, FORMULAS[METHOD_OF[name]], [cost] * ranks, shown, of_calls)
     for name in names:
         residual = config.itemsize * (config.own(Options).error_feedback and name in (*METHODS, "plain"))
-        held = whole + residual * outline(config).num_parameters()
-        found.append(at_rest(name, config, f"{each + residual} x P", [held], PYTORCHS * (name in TORCHS)))
+        nbytes = whole + residual * outline(config).num_parameters()
+        found.append(at_rest(name, config, f"{each + residual} x P", [nbytes], PYTORCHS * (name in TORCHS)))
     return found
 
 
@@ -130,10 +134,10 @@ WORLDS = (2, 4, 8, 16, 32, 64, 128, 256)
 def summary(config: Config) -> str:
     dense = sent_bytes(config, "dense", config.world_size)
     if not dense:
-        return "one rank has nobody to send to: what is left out and comes later shows all the same"
+        return "one rank sends nothing; the effect of the unsent part shows all the same"
     possible = [name for name in METHODS if name not in cannot(config)]
     parts = [f"{name} {over_dense(config, name, config.world_size):.3f}" for name in possible]
-    return f"a rank sends {dense / 1e6:.3g} MB a step dense; as part of it: {', '.join(parts)}"
+    return f"dense sends {dense / 1e6:.3g} MB per rank and step; relative to it: {', '.join(parts)}"
 
 
 def show(lab: Lab, measured: Mapping[str, Counted]) -> None:
@@ -157,8 +161,8 @@ def by_variant(lab: Lab, sent: Mapping[str, float], losses: Mapping[str, list[fl
         formula = sent_bytes(config, name, config.world_size)
         kilobytes = [f"{value / 1e3:.1f}" for value in (sent[name], formula)]
         rows.append([name, *kilobytes, part_of(sent[name], dense), figure(losses.get(name, []))])
-    columns = ["variant", "kB a step", "by the formula", "of dense", f"loss after {samples} samples"]
-    lab.table("What each sends, and what it reaches", columns, rows)
+    columns = ["variant", "kB per step", "by formula", "over dense", f"loss after {samples} samples"]
+    lab.table("Bytes sent and loss reached by each variant", columns, rows)
     curves = {
         name: [[sent[name] * step / 1e6 for step in range(1, len(losses[name]) + 1)], losses[name]]
         for name in sent
@@ -186,7 +190,7 @@ def by_world(lab: Lab, sent: Mapping[str, float]) -> None:
     series = {name: [[float(worlds) for worlds in WORLDS], values] for name, values in lines.items()}
     if here > 1:
         series |= {f"{name}, measured": [[float(here)], [float(points[name])]] for name in methods}
-    lab.chart("Bytes sent over dense", "ranks", "part of dense", series, log_x=True, log_y=True)
+    lab.chart("Bytes sent over dense", "ranks", "over dense", series, log_x=True, log_y=True)
 
 
 def over_dense(config: Config, method: str, world_size: int) -> float:

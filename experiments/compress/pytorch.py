@@ -91,36 +91,36 @@ def wrapped(model: Model, mesh: Mesh, config: Config, state: Any, hook: Any) -> 
 def proofs(lab: Lab, fp16: Build, powersgd: Build) -> Mapping[str, Callable[[str, Build], None]]:
     """Return proofs that compare its two hooks with our `fp16` and `powersgd`, on the same weights and batches."""
     fp16_rounding = lab.world_size * 2.0**-10  # a cast on each rank and as many additions, on both sides
-    forgets = lab.config.with_own(error_feedback=False)
+    no_feedback = lab.config.with_own(error_feedback=False)
     return {
-        "ddp_fp16": partial(check_beside, lab, "fp16", fp16, forgets, fp16_rounding),
-        "ddp_powersgd": partial(check_beside, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
+        "ddp_fp16": partial(compare_with_ours, lab, "fp16", fp16, no_feedback, fp16_rounding),
+        "ddp_powersgd": partial(compare_with_ours, lab, "powersgd", powersgd, lab.config, POWERSGD_TOLERANCE),
     }
 
 
-def check_beside(
+def compare_with_ours(
     lab: Lab, other: str, build_ours: Build, config: Config, tolerance: float, name: str, build: Build
 ) -> None:
     """Compare three steps of both in float64: losses, and gradients relative to the largest one."""
     config = plain(config)
     batches = lab.batches(torch.float64, proof=True)
-    theirs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
+    pytorchs, ours = (each(lab.model(torch.float64), lab.mesh, config) for each in (build, build_ours))
     for _ in range(DENSE_STEPS):  # without an update: DDP rebuilds its buckets, and its PowerSGD waits for that
-        theirs.backward(lab.microbatches(batches, 0))
+        pytorchs.backward(lab.microbatches(batches, 0))
     worst = Worst(("losses beside ours", "gradients beside ours"))
     for step in range(STEPS):
         lab.at(step, f"proof of {name}")
-        share, wanted = (strategy.backward(lab.microbatches(batches, step)) for strategy in (theirs, ours))
+        share, wanted = (strategy.backward(lab.microbatches(batches, step)) for strategy in (pytorchs, ours))
         assert share is not None
         assert wanted is not None
         worst.note("losses beside ours", (share - wanted).abs().item())
         gradients = dict(ours.full("gradients"))
         size = max(map(largest, gradients.values()))
-        worst.note("gradients beside ours", difference(theirs.full("gradients"), gradients) / size)
-        for strategy in (theirs, ours):
+        worst.note("gradients beside ours", difference(pytorchs.full("gradients"), gradients) / size)
+        for strategy in (pytorchs, ours):
             strategy.update()
         lab.stepped()
     for check, off in worst.found.items():
-        detail = f"beside {other}" + ", over the largest gradient" * check.startswith("gradients")
+        detail = f"compared with {other}" + ", relative to the largest gradient" * check.startswith("gradients")
         lab.check(check, off.value, tolerance, name, detail)
-    check_replicas(lab, name, theirs)
+    check_replicas(lab, name, pytorchs)

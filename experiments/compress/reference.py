@@ -53,7 +53,7 @@ class Reference:
         found: list[Tensor] = getattr(self, self.method)(values)
         return found
 
-    def kept(self, values: list[Tensor]) -> int:
+    def num_sent(self, values: list[Tensor]) -> int:
         return max(1, round(self.ratio * len(values[0])))
 
     def fp16(self, values: list[Tensor]) -> list[Tensor]:
@@ -76,14 +76,14 @@ class Reference:
         sent = []
         for value in values:
             sizes = value.abs()
-            candidates = (sizes >= sizes.topk(self.kept(values)).values[-1]).nonzero().flatten()
+            candidates = (sizes >= sizes.topk(self.num_sent(values)).values[-1]).nonzero().flatten()
             order = sizes[candidates].sort(descending=True, stable=True).indices
-            sent.append(masked(value, candidates[order[: self.kept(values)]]))
+            sent.append(masked(value, candidates[order[: self.num_sent(values)]]))
         return sent
 
     def randomk(self, values: list[Tensor], total: Tensor) -> list[Tensor]:
         """Return the numbers at the nonzero positions of the sum, at most k: all ranks must have drawn the same."""
-        places, k = total.nonzero().flatten(), self.kept(values)
+        places, k = total.nonzero().flatten(), self.num_sent(values)
         scale = 1.0 if self.feedback else len(total) / k  # unbiased if nothing is sent later
         return [masked(value, places[:k]) * scale for value in values]
 
@@ -106,7 +106,7 @@ class Witness:
 
     gradient: Tensor  # from the backward pass
     before: Tensor  # residual at the start of the step
-    rest: Tensor  # residual at its end
+    after: Tensor  # residual at its end
     total: Tensor  # the sum, on all ranks
 
     def __init__(self, watched: Any) -> None:
@@ -115,14 +115,14 @@ class Witness:
 
     def __call__(self, bucket: Tensor) -> Handle:
         self.gradient, self.before = bucket.clone(), self.residual(bucket).clone()
-        left = getattr(self, "rest", torch.zeros_like(bucket))
-        self.lost = larger(self.lost, largest_difference(self.before, left))
+        last_residual = getattr(self, "after", torch.zeros_like(bucket))
+        self.lost = larger(self.lost, largest_difference(self.before, last_residual))
         handle = self.watched(bucket)
 
         def end() -> None:
             if handle is not None:
                 handle.wait()
-            self.rest, self.total = self.residual(bucket).clone(), bucket.clone()
+            self.after, self.total = self.residual(bucket).clone(), bucket.clone()
 
         return Handle(end)
 
@@ -156,7 +156,7 @@ def watch_buckets(strategy: Strategy) -> list[Witness]:
 #     rank R <= r         a space of r dims at most (checks.py)
 #
 # hold for every choice, and where S Q has rank r, of P' P'^T S alone: the columns of R hold those of R Q = S Q, so
-# they span the same space, and there is one projection onto it. The Q of a step needs no telling: R = P' (S^T P')^T,
+# they span the same space, and there is one projection onto it. The Q of a step need not be sent: R = P' (S^T P')^T,
 # so the rows of one step's R span the next one's Q (warm start). Before the first step it is the one that the seed
 # draws.
 #
@@ -167,7 +167,7 @@ class Projection:
     """One bucket of all ranks, step by step; `shapes` of its gradients, `feedback` if residuals are kept."""
 
     def __init__(self, config: Config, shapes: list[Size], *, feedback: bool) -> None:
-        self.feedback, self.left = feedback, torch.zeros(())
+        self.feedback, self.residual = feedback, torch.zeros(())
         self.low_rank, self.seed, self.shapes = config.own(Options).low_rank, config.seed, shapes
         self.starts: dict[int, Tensor] = {}  # [n, *] by the matrix' index: its columns span this step's Q
 
@@ -177,9 +177,9 @@ class Projection:
         `gradients` are float64 [n] per rank.
         """
         sizes = [shape.numel() for shape in self.shapes]
-        summed = torch.stack(gradients).sum(dim=0) + self.left
-        most = torch.stack([each.abs() for each in gradients]).sum(dim=0) + self.left.abs()
-        self.left = summed - total if self.feedback else self.left
+        summed = torch.stack(gradients).sum(dim=0) + self.residual
+        most = torch.stack([each.abs() for each in gradients]).sum(dim=0) + self.residual.abs()
+        self.residual = summed - total if self.feedback else self.residual
         sums, most_of = summed.split(sizes), most.split(sizes)
         worst = 0.0
         for index, (shape, s, r, size) in enumerate(zip(self.shapes, sums, total.split(sizes), most_of, strict=True)):

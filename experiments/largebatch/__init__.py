@@ -1,8 +1,8 @@
 """Large batches: k times the samples per step, k times fewer steps, and the learning rate that this needs.
 
-More ranks help only if a step has more samples, and the same samples then make fewer steps. With the same learning
-rate, training is k times slower in samples. So each step is made longer, and from some k on that fails: the weights
-move so far that the gradient is no longer valid at the end of the step. The run looks for this k, the break-down.
+More ranks help only if a step has more samples; the same samples then make fewer steps. With the same learning rate,
+training needs k times the samples. So each step is made longer, and from some k on that fails: the weights move so far
+that the gradient is no longer valid at the end of the step. The run searches for this k, the break-down.
 
   predicted   k steps of η along nearly equal gradients are one step of kη, up to η² (Goyal et al. 2017, section 2.1)
               one all_reduce per step, 2(N-1)/N x S bytes, so 1/k of all bytes for the same samples
@@ -81,9 +81,9 @@ def check_equality(lab: Lab) -> None:
     """Check that k steps of η and one of kη end η² apart: with half the rate, a quarter of the distance."""
     stream = Stream(lab.config, lab.config.seed, K, lab.device, torch.float64)
     dense = build_model(lab.config, lab.config.seed).to(lab.device, torch.float64)
-    whole, half = (distance_of_k_steps(dense, stream, lab.config, rate, lab.group) for rate in (SMALL, SMALL / 2))
+    full, half = (distance_of_k_steps(dense, stream, lab.config, rate, lab.group) for rate in (SMALL, SMALL / 2))
     if lab.rank == 0:
-        lab.compare(EQUALITY, 4, whole / half, "x", 0.1, formula="distance at η over that at η/2")
+        lab.compare(EQUALITY, 4, full / half, "x", 0.1, formula="distance at η over that at η/2")
 
 
 def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: float, group: dist.ProcessGroup) -> float:
@@ -102,18 +102,18 @@ def distance_of_k_steps(dense: Model, stream: Stream, config: Config, rate: floa
 
 
 def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
-    followed = {name: recipe(*each) for name, each in chosen(lab.config).items()}
+    recipes_by_name = {name: recipe(*each) for name, each in chosen(lab.config).items()}
     show_settings(lab)
     if lab.config.proof:
         for name in LAYERWISE:
-            if name in followed:
+            if name in recipes_by_name:
                 lab.at(0, f"layers of {name}")
-                check_layers(lab, name, followed[name])
-        prove(lab, followed)
-        lab.finished("proof", list(followed))
+                check_layers(lab, name, recipes_by_name[name])
+        prove(lab, recipes_by_name)
+        lab.finished("proof", list(recipes_by_name))
         lab.at(0, "half the rate")
         check_equality(lab)
-    found = sweep(lab, followed)
+    found = sweep(lab, recipes_by_name)
     show_found(lab, found)
     lab.compare_predictions(lab.mode.predict(lab.config), {lab.config.model: found.counted})
 
@@ -121,14 +121,14 @@ def run(lab: Lab, recipe: type[Recipe] = Recipe) -> None:
 MODE = Mode(
     at_once=len(RECIPES) - 1,
     variants=VARIANTS,
-    gone={"sqrt": "lamb has the root of k"},
+    gone={"sqrt": "lamb scales by the root of k"},
     run=run,
     claims=claims,
     options=Options,
     predict=predict,
     refuse=lambda config: refuse(config, chosen(config)),
     mistakes=mistake,
-    unsaved="saves none of its many short trainings",
+    unsaved="does not save its many short trainings",
     in_lesson={"lr_unscaled": ("return float(k)", "return 1.0")},
     reading=(
         "experiments/largebatch/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
@@ -136,6 +136,6 @@ MODE = Mode(
         "experiments/largebatch/training.py: the samples of each k, and a step of a recipe",
         "distlab/techniques/large_batch/__init__.py: the learning rate by k, and LARS and LAMB with a rate for each"
         " layer",
-        "experiments/largebatch/checks.py: the same formulas again, and each step compared with them",
+        "experiments/largebatch/checks.py: the same formulas written again, with which each step is compared",
     ),
 )

@@ -56,14 +56,14 @@ WEIGHTS = 8.0
 MOMENTUM = 0.9
 FIRST, SECOND, EPSILON, LARGEST_NORM = 0.9, 0.999, 1e-6, 10.0
 TARGETS = {"unscaled": 0.0, "linear": 1.0, "warmup": 1.0, "lars": 1.0, "lamb": 0.5, "plain": 1.0}  # powers of k
-WARMED, LAYERWISE = ("warmup", "lars", "lamb", "plain"), ("lars", "lamb")
+WARMUP_RECIPES, LAYERWISE = ("warmup", "lars", "lamb", "plain"), ("lars", "lamb")
 
 
 def rate_of(name: str, sgd_rate: float, k: int, step: int, steps: int) -> float:
     """Return the learning rate of a recipe at `step` (from 0) of `steps`; the first quarter warms up."""
     base = {"lars": LARS_RATE, "lamb": LAMB_RATE}.get(name, sgd_rate)
     target, warm = math.pow(k, TARGETS[name]), steps // 4
-    return base * (1 + (target - 1) * step / warm if name in WARMED and step < warm else target)
+    return base * (1 + (target - 1) * step / warm if name in WARMUP_RECIPES and step < warm else target)
 
 
 class Row(NamedTuple):
@@ -144,23 +144,23 @@ def check_step(lab: Lab, name: str, trainee: Trainee, before: State, step: int, 
     stream, kind = trainee.stream, "" if proof else "trained "
     wanted = gradients_alone(trainee, before, step, 1 if proof else lab.world_size)
     if not all(bool(tensor.isfinite().all()) for tensor in wanted):
-        for claim in ("trained gradients", "trained weights"):
-            lab.waive(claim, "a recipe that diverged: one process has no number there either", name)
+        for check in ("trained gradients", "trained weights"):
+            lab.waive(check, "the recipe diverged: the numbers of one process are not finite either", name)
         return
     eps = torch.finfo(stream.dtype).eps
-    of_gradients, of_weights = (TOLERANCE, TOLERANCE) if proof else (GRADIENTS * eps, WEIGHTS * eps)
+    gradient_tolerance, weight_tolerance = (TOLERANCE, TOLERANCE) if proof else (GRADIENTS * eps, WEIGHTS * eps)
     summed = [gradient.double() for gradient in gradients_of(trainee.model)]
     mine, other = (parameters_to_vector(each) for each in (summed, [gradient.double() for gradient in wanted]))
-    detail = f"step {step} of k = {trainee.k}; length of the difference over that of the gradient"
-    lab.check(f"{kind}gradients", relative_norm(mine - other, other.norm()), of_gradients, name, detail)
+    detail = f"step {step} of k = {trainee.k}; norm of the difference over the norm of the gradient"
+    lab.check(f"{kind}gradients", relative_norm(mine - other, other.norm()), gradient_tolerance, name, detail)
     rate = rate_of(name, base_rate(stream.config), trainee.k, step, trainee.steps)
     exact, found = ([Row(*(each.double() for each in row)) for row in rows] for rows in (before, state_of(trainee)))
     off = 0.0
     for rows in zip(exact, found, stepped(exact, name, summed, rate, step + 1), strict=True):
-        for start, now, due in zip(*rows, strict=True):
-            off = larger(off, relative_norm(now - due, torch.maximum(start.norm(), due.norm())))
-    detail = f"step {step} of k = {trainee.k}; of weights and moments, as a share of their length"
-    lab.check(f"{kind}weights", off, of_weights, name, detail)
+        for start, now, expected in zip(*rows, strict=True):
+            off = larger(off, relative_norm(now - expected, torch.maximum(start.norm(), expected.norm())))
+    detail = f"step {step} of k = {trainee.k}; weights and moments, relative to their norm"
+    lab.check(f"{kind}weights", off, weight_tolerance, name, detail)
 
 
 def prove(lab: Lab, recipes: Mapping[str, Recipe]) -> None:
@@ -213,22 +213,22 @@ def check_layers(lab: Lab, name: str, recipe: Recipe) -> None:
     weights[3] *= 40 / weights[3].norm()
     rate = rate_of(name, 1.0, 1, 0, 1)
     wanted = [Row(each, torch.zeros_like(each), torch.zeros_like(each)) for each in weights]
-    whole, parts = (nn.ParameterList(each.clone() for each in of) for of in (weights, own_rows(weights, lab)))
-    optimizers = (recipe.optimizer(whole, lab.config), recipe.optimizer(parts, lab.config, sharded_over=lab.group))
+    full, parts = (nn.ParameterList(each.clone() for each in tensors) for tensors in (weights, own_rows(weights, lab)))
+    optimizers = (recipe.optimizer(full, lab.config), recipe.optimizer(parts, lab.config, sharded_over=lab.group))
     for step in range(LAYER_STEPS):
         drawn = [0.1 * each for each in drawn_layers(1000 + step, lab.device)]
         drawn[2] = torch.zeros_like(drawn[2])
         drawn[4] = -1e-3 * weights[4]  # where ‖g + βw‖ is far from ‖g‖ + β‖w‖
-        for parameter, gradient in zip((*whole, *parts), (*drawn, *own_rows(drawn, lab)), strict=True):
+        for parameter, gradient in zip((*full, *parts), (*drawn, *own_rows(drawn, lab)), strict=True):
             parameter.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()
         wanted = stepped(wanted, name, drawn, rate, step + 1)
     after = [row.weight for row in wanted]
-    detail = "a layer of zeros, one without a gradient, one of norm 40, one whose gradient points against its weights"
-    lab.check("layers", apart(whole, after), TOLERANCE, name, detail)
-    detail = "of the same layers, each rank with some rows of them"
-    lab.check("global norms", apart(parts, own_rows(after, lab)), TOLERANCE, name, detail)
+    detail = "a layer of zeros, one with a zero gradient, one of norm 40, one with a gradient opposite to its weights"
+    lab.check("layers", largest_error(full, after), TOLERANCE, name, detail)
+    detail = "the same layers, with some of the rows on each rank"
+    lab.check("global norms", largest_error(parts, own_rows(after, lab)), TOLERANCE, name, detail)
 
 
 def own_rows(tensors: Iterable[Tensor], lab: Lab) -> list[Tensor]:
@@ -236,6 +236,6 @@ def own_rows(tensors: Iterable[Tensor], lab: Lab) -> list[Tensor]:
     return [tensor.tensor_split(lab.world_size)[lab.rank] for tensor in tensors]
 
 
-def apart(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+def largest_error(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
     """Return the largest difference of any tensor."""
     return max(largest_difference(one, other) for one, other in zip(found, wanted, strict=True))

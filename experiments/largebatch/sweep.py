@@ -40,30 +40,29 @@ def multiples(config: Config) -> list[int]:
 
 def refuse(config: Config, recipes: Mapping[str, Recipe]) -> list[str]:
     if config.model == "line":
-        return ["LAB_MODEL='line' has one batch of 32 points, of which there is no multiple, allowed: mlp, gpt"]
+        return ["LAB_MODEL='line' has one batch of 32 points, which cannot be multiplied, allowed: mlp, gpt"]
     if is_own(config.model):
-        return [f"LAB_MODEL={config.model!r}: largebatch trains the lab's own, at its own sizes, allowed: mlp, gpt"]
+        return [f"LAB_MODEL={config.model!r}: largebatch trains only the lab's models, allowed: mlp, gpt"]
     refusals = []
     if config.optimizer != "sgd":
         refusals.append(
-            f"LAB_OPTIMIZER={config.optimizer} is no part of largebatch: each recipe has an optimizer of its own"
+            f"LAB_OPTIMIZER={config.optimizer} cannot be set in largebatch: each recipe has its own optimizer"
         )
     if config.clip is not None:
         refusals.append(
-            f"LAB_CLIP={config.clip:g} is no part of largebatch: a gradient that is clipped does not grow with the rate"
+            f"LAB_CLIP={config.clip:g} cannot be set in largebatch: with clipping, steps would not grow with the rate"
         )
     if "bucket" in config.model_fields_set:
         refusals.append(
-            f"LAB_BUCKET_MIB={config.bucket_mib:g} is no part of largebatch: "
-            "the gradients of all its runs are one bucket"
+            f"LAB_BUCKET_MIB={config.bucket_mib:g} cannot be set in largebatch: all its gradients are in one bucket"
         )
     optimizers = {recipe.optimizer for recipe in recipes.values()}
     if config.lr is not None and optimizers and sgd not in optimizers:
-        refusals.append(f"LAB_LR={config.lr:g} is the base rate of SGD, which no recipe of LAB_VARIANT takes")
+        refusals.append(f"LAB_LR={config.lr:g} is the base rate of SGD, which no recipe of LAB_VARIANT uses")
     if config.model == "gpt" and not data.text_refusals(config) and len(data.Text(config)) == 1:
         refusals.append(
-            f"the text holds one sample of LAB_SEQ={config.seq} bytes, and another is needed to judge by: "
-            "name a longer one in LAB_TEXT"
+            f"the text has one sample of LAB_SEQ={config.seq} bytes, but a second one must be held out: "
+            "set a longer one in LAB_TEXT"
         )
     return refusals + untrainable(config)
 
@@ -79,7 +78,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     batches, proof = len(multiples(config)), config.proof
     plain = [name for name in mode.names if name not in LAYERWISE]
 
-    def of_all(name: str, times: int, test: str) -> Claims:
+    def claims_of_all(name: str, times: int, test: str) -> Claims:
         return Claims((name,), mode.names, one=True, times=times, when=proof, fails_in=test)
 
     other_step = "test_samples_of_another_step_fail_the_run"
@@ -91,11 +90,11 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("layers",), LAYERWISE, when=proof, fails_in="test_a_corner_that_is_wrong_fails_the_run"),
         Claims(("global norms",), LAYERWISE, when=proof, fails_in="test_norms_of_a_rank_alone_fail_the_run"),
         Claims((EQUALITY,), one=True, when=proof, fails_in="test_a_gradient_that_is_no_mean_fails_the_run"),
-        of_all("gradients", STEPS, other_step),
-        of_all("weights", STEPS, "test_a_term_that_is_missing_fails_the_run"),
+        claims_of_all("gradients", STEPS, other_step),
+        claims_of_all("weights", STEPS, "test_a_term_that_is_missing_fails_the_run"),
         Claims(("learning rate",), plain, one=True, times=STEPS, when=proof),
-        of_all("trained gradients", batches, "test_a_sweep_on_one_batch_fails_the_run"),
-        of_all("trained weights", batches, "test_a_sweep_that_forgets_fails_the_run"),
+        claims_of_all("trained gradients", batches, "test_a_sweep_on_one_batch_fails_the_run"),
+        claims_of_all("trained weights", batches, "test_a_sweep_that_forgets_fails_the_run"),
     )
 
 
@@ -111,10 +110,10 @@ class SweepResults(NamedTuple):
 def note_losses(lab: Lab, k: int, stream: Stream, losses: Mapping[str, Losses]) -> None:
     """Log on each rank its part of the batch at this `k`, and the loss that each recipe reached."""
     ids = stream.sample_ids(0, lab.rank, lab.world_size)
-    ended = ", ".join(f"{name} {of[k]:.3g}" for name, of in losses.items())
+    final_losses = ", ".join(f"{name} {losses_by_k[k]:.3g}" for name, losses_by_k in losses.items())
     number = lab.config.steps // k
     steps = f"{number} step{'s' if number > 1 else ''}"
-    lab.note("trains", f"k={k}: {steps}, {len(ids)} of {k * lab.config.batch} samples here; loss {ended}")
+    lab.note("trains", f"k={k}: {steps}, {len(ids)} of {k * lab.config.batch} samples here; loss {final_losses}")
 
 
 def sweep(lab: Lab, recipes: Mapping[str, Recipe]) -> SweepResults:
@@ -161,23 +160,26 @@ def train(lab: Lab, name: str, trainee: Trainee) -> None:
         if step in checked:
             check_step(lab, name, trainee, before, step, proof=False)
     corruption.decide()
-    held = (weight.flatten() for _, weight in trainee.alike("weights"))
-    check_same(lab, name, [weight.view(torch.uint8) for weight in held])  # a diverged training may have inf or NaN
+    weights = (weight.flatten() for _, weight in trainee.alike("weights"))
+    check_same(lab, name, [weight.view(torch.uint8) for weight in weights])  # a diverged training may have inf or NaN
 
 
 def check_held_out(lab: Lab, stream: Stream) -> None:
     """Check that no held-out sample is trained on."""
     seen = len({*stream.held_out.tolist()} & {*stream.trained.tolist()})
-    lab.check("held out", seen, 0, detail="samples to judge by that are trained on")
+    lab.check("held out", seen, 0, detail="held-out samples that are trained on")
 
 
 def check_samples(lab: Lab, stream: Stream) -> None:
     """Check that all ranks together use each sample of the first step once."""
-    everyone = lab.exchange.gather("samples", stream.sample_ids(0, lab.rank, lab.world_size))
-    if everyone is not None:
-        times, wanted = Counter(sample for of_rank in everyone for sample in of_rank), Counter(stream.full_ids(0))
+    samples_by_rank = lab.exchange.gather("samples", stream.sample_ids(0, lab.rank, lab.world_size))
+    if samples_by_rank is not None:
+        times, wanted = (
+            Counter(sample for samples_of_rank in samples_by_rank for sample in samples_of_rank),
+            Counter(stream.full_ids(0)),
+        )
         wrong = sum(abs(times[sample] - wanted[sample]) for sample in times | wanted)
-        detail = "samples of a step that do not count exactly once"
+        detail = "samples of a step that are not used exactly once"
         lab.check("effective batch", wrong, 0, detail=detail)
 
 
@@ -188,10 +190,10 @@ def show_settings(lab: Lab) -> None:
     config, ks = lab.config, multiples(lab.config)
     total = config.steps * config.batch
     lab.say(f"{outline(config).describe()}: {total} samples for every k, {config.dtype}", "model")
-    left_out = [str(k) for k in MULTIPLES if k not in ks]
-    if left_out:
+    skipped_ks = [str(k) for k in MULTIPLES if k not in ks]
+    if skipped_ks:
         lab.say(
-            f"k = {', '.join(left_out)}: LAB_STEPS={config.steps} is no multiple, so the samples would differ",
+            f"k = {', '.join(skipped_ks)}: LAB_STEPS={config.steps} is not a multiple, so the samples would differ",
             "left out",
         )
     lab.say(f"base rates: SGD {base_rate(config):g}, LARS {LARS_RATE:g}, LAMB {LAMB_RATE:g}", "rates")
@@ -205,22 +207,24 @@ def show_found(lab: Lab, found: SweepResults) -> None:
     ks, untrained, ends = multiples(lab.config), found.untrained, {}
     rows: list[list[object]] = []
     for name, losses in found.losses.items():
-        ends[name] = broken(losses, untrained)
+        ends[name] = break_down(losses, untrained)
         cells = (f"{losses[k]:.3g}" if learned(losses[k], untrained) else "diverged" for k in ks)
         rows.append([name, *cells, ends[name]])
     title = f"loss on held-out samples after {lab.config.steps * lab.config.batch} samples"
     lab.table(f"{lab.config.model}: {title}", ["recipe", *(f"k = {k}" for k in ks), "breaks down at"], rows)
     lab.say(
-        f"{untrained:.4g} before the first step. A recipe breaks down at the smallest k whose loss is above that, or "
-        f"more than {WORSE:g} times its own at k = 1",
+        f"loss {untrained:.4g} before the first step; a recipe breaks down at the smallest k with a higher loss, or"
+        f" with more than {WORSE:g} times its loss at k = 1",
         "found",
     )
     lab.say("breaks down at: " + ", ".join(f"{name} {end}" for name, end in ends.items()), "result", at="normal")
-    drawn = {
+    points_by_recipe = {
         name: [(float(k), loss) for k, loss in losses.items() if learned(loss, untrained)]
         for name, losses in found.losses.items()
     }
-    series = {name: [list(axis) for axis in zip(*points, strict=True)] for name, points in drawn.items() if points}
+    series = {
+        name: [list(axis) for axis in zip(*points, strict=True)] for name, points in points_by_recipe.items() if points
+    }
     lab.chart(
         f"{lab.config.model}: held-out loss by batch (not drawn above {untrained:.3g}, that of the untrained model)",
         "k", "loss", series, log_x=True,
@@ -232,7 +236,7 @@ def learned(loss: float, untrained: float) -> bool:
     return loss <= untrained
 
 
-def broken(losses: Losses, untrained: float) -> str:
+def break_down(losses: Losses, untrained: float) -> str:
     bound = min(untrained, WORSE * losses[1])
-    worse = [k for k, loss in sorted(losses.items()) if not learned(loss, bound)]
-    return f"k = {worse[0]}" if worse else f"none up to {max(losses)}"
+    failed = [k for k, loss in sorted(losses.items()) if not learned(loss, bound)]
+    return f"k = {failed[0]}" if failed else f"none up to {max(losses)}"

@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
     target: Callable[[float], float]
     optimizer: Callable[..., Stepper]  # (model, config), and for LARS and LAMB `sharded_over`, see `Layerwise`
     warms_up: bool = False
-    warmup: Callable[[float, int, int], float] = lambda *given: optimizers.warmup(*given)
+    warmup: Callable[[float, int, int], float] = lambda *args: optimizers.warmup(*args)
 
     def factor(self, k: int, step: int, steps: int) -> float:
         """Return the factor of the base rate at `step` of `steps`."""
@@ -83,7 +83,7 @@ class Stream(Batches):
         stream.batch = k * self.config.batch
         return stream
 
-    def judged(self) -> Microbatch:
+    def held_out_samples(self) -> Microbatch:
         """Return the held-out samples, in float32."""
         inputs, targets = self.samples.take(self.held_out)
         inputs, targets = (each.float() if each.is_floating_point() else each for each in (inputs, targets))
@@ -100,10 +100,10 @@ def draw(config: Config, seed: int, num_samples: int) -> tuple[Samples, Tensor, 
         return Points(len(ids), config.width, seed), ids[:num_samples], ids[num_samples:]
     samples = Text(config)
     order = permutation(seed, 0, len(samples))
-    held = min(HELD_OUT, max(1, len(order) // 8))
-    kept = order[:-held]
-    repeats = -(-num_samples // len(kept))
-    return samples, kept.repeat(repeats)[:num_samples], order[-held:]
+    num_held_out = min(HELD_OUT, max(1, len(order) // 8))
+    trained_ids = order[:-num_held_out]
+    repeats = -(-num_samples // len(trained_ids))
+    return samples, trained_ids.repeat(repeats)[:num_samples], order[-num_held_out:]
 
 
 class Trainee:
@@ -143,6 +143,6 @@ class Trainee:
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the mean loss over held-out samples, in float32; the model cannot be trained afterwards."""
-        inputs, targets, share = self.stream.judged()
+        inputs, targets, share = self.stream.held_out_samples()
         loss: float = (self.model.float()(inputs, targets) * share).item()
         return loss

@@ -45,7 +45,7 @@ from distlab.techniques.mesh.strategy import Stacked
 from distlab.techniques.pipeline_parallel import schedules
 
 from .bugs import mistake
-from .checks import check_order, check_overlap, claims, compare_axes, tell
+from .checks import announce, check_order, check_overlap, claims, compare_axes
 from .options import Options
 from .placement import HOW, Rank, at, axes
 from .predictions import cannot, predict, refuse
@@ -68,7 +68,7 @@ def predicted(config: Config) -> list[Prediction]:
 
 def run(lab: Lab) -> None:
     config, sizes = lab.config, axes(lab.config)
-    tell(lab, sizes)
+    announce(lab, sizes)
     if sizes["pp"] > 1:
         note_schedule(lab, partial(schedule_of, sizes, config))
     measured = measure(lab, also=partial(check_most_in_flight, lab))
@@ -107,7 +107,7 @@ MODE = Mode(
         Variant("pipelining_fsdp2", pipelining_fsdp2, by_torch=True),
         Variant("plain", plain, sentence=HOW["plain"].sentence, by_name=True),
     ),
-    headline=("1f1b", "one slice of some layers for some of the samples: three sums, each in a group of its own"),
+    headline=("1f1b", "one slice of some layers for some of the samples: three sums, each in its own group"),
     run=run,
     claims=claims,
     model=trained,
@@ -119,16 +119,16 @@ MODE = Mode(
     mistakes=mistake | checkpoints.mistake,
     gone={
         "naive": "LAB_VARIANT=1f1b is the simplest one",
-        "per_parameter": "LAB_VARIANT=1f1b has buckets; RUN_MODE=dp LAB_VARIANT=per_parameter sums one by one",
+        "per_parameter": "LAB_VARIANT=1f1b has buckets; RUN_MODE=dp LAB_VARIANT=per_parameter sums each by itself",
         "gpipe": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=gpipe has that order",
-        "1f1b_split": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 has backward passes in two",
-        "interleaved": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=interleaved has several stages a rank",
-        "zb_h1": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 puts gradients of weights off",
+        "1f1b_split": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 splits backward passes",
+        "interleaved": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=interleaved has several stages per rank",
+        "zb_h1": "LAB_VARIANT=1f1b; RUN_MODE=pp LAB_VARIANT=zb_h1 defers gradients of weights",
         "norm_by_stage": "LAB_BUG=norm_by_all fails the same check",
         "wrong_group": "LAB_BUG=scaled_by_cp fails the same check",
         "dropout_apart": "LAB_BUG=dropout_alike fails the same check",
         "dropout_by_own_rows": "LAB_BUG=dropout_alike fails the same check",
-        "nothing_put_off": "no variant puts gradients of weights off; RUN_MODE=pp LAB_BUG=gpipes_order breaks an order",
+        "nothing_put_off": "no variant defers gradients of weights; RUN_MODE=pp LAB_BUG=gpipes_order breaks an order",
     },
     recomputes=True,
     reading=(

@@ -20,7 +20,7 @@ from distlab.techniques.pipeline_parallel.strategy import sum_shared
 from .placement import axes
 from .stack import StageStores, own_masks
 
-KEPT = ("1f1b", "zero1")  # replicated and sharded
+STORES = ("1f1b", "zero1")  # replicated and sharded
 BY_ROWS = ("sequence", "zero2")
 BY_POSITIONS = ("1f1b", "zero2", "ulysses")
 DROPPED = ("1f1b", "zero2")
@@ -62,7 +62,9 @@ def rowless(config: Config) -> str:
 # --- the bugs ---
 
 
-@mistake("norm_by_all", check="clipped gradients", part="Stacked", of=KEPT, needs=Needs(clip=True, unless=short("tp")))
+@mistake(
+    "norm_by_all", check="clipped gradients", part="Stacked", of=STORES, needs=Needs(clip=True, unless=short("tp"))
+)
 class CountedByAll(Stacked):
     """The norm counts parameters that all ranks of a slice have t times, once per rank (NeMo-RL pull request 3788)."""
 
@@ -78,10 +80,10 @@ class TiedTooEarly(Stacked):
     """
 
     def sum_over_stages(self) -> None:
-        left = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
-        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in left.items()}
+        tied = {name: self.parts.parameters[name] for name in self.parts.shared if name in self.parts.parameters}
+        copies = {name: nn.Parameter(parameter.detach()) for name, parameter in tied.items()}
         for name, copy in copies.items():
-            gradient = left[name].grad
+            gradient = tied[name].grad
             copy.grad = copy.detach().clone().zero_() if gradient is None else gradient.clone()
         if self.parts.shared:
             sum_shared(replace(self.parts, parameters=copies), self.stages)
@@ -127,13 +129,13 @@ class ArmedAround(ReducingPipeline):
 
 
 @mistake("rows_not_summed", check="gradients", part="StageStores", of=BY_ROWS, needs=Needs(unless=rowless))
-def without_sums_of_rows(*given: Any, rows: bool, zero: int) -> StageStores:  # noqa: ARG001
+def rows_not_summed(*args: Any, rows: bool, zero: int) -> StageStores:  # noqa: ARG001
     """With sequence parallelism each rank has its rows' part of a norm's gradient, and the parts are never summed
     (Megatron-LM issue 1446)."""
-    return StageStores(*given, rows=False, zero=zero)
+    return StageStores(*args, rows=False, zero=zero)
 
 
-class ByPlace(Dropouts):
+class MasksByIndex(Dropouts):
     """Draws masks by a sample's index in its replica's microbatch, as generators with one seed on all replicas do."""
 
     def checksums(self, inputs: Tensor) -> list[int]:
@@ -141,16 +143,16 @@ class ByPlace(Dropouts):
 
 
 @mistake("dropout_alike", check="losses", part="own_masks", of=DROPPED, needs=Needs(unless=undropped))
-def drawn_alike(dropouts: Dropouts, *given: Any, rows: bool) -> None:
+def equal_seeds(dropouts: Dropouts, *args: Any, rows: bool) -> None:
     """All replicas' generators have the same seed: dropout uses the same numbers for different samples (transformers
     issue 31412)."""
-    own_masks(dropouts, *given, rows=rows)
-    dropouts.__class__ = ByPlace
+    own_masks(dropouts, *args, rows=rows)
+    dropouts.__class__ = MasksByIndex
 
 
 @mistake("late_buckets", check="overlap", part="Replicas", of=("1f1b",), needs=Needs(proof=False, unless=unreplicated))
-def launched_late(*given: Any, **more: Any) -> Replicas:
+def late_buckets(*args: Any, **kwargs: Any) -> Replicas:
     """Buckets are launched after the pipeline: correct, but nothing overlaps its last backward pass."""
-    buckets = Replicas(*given, **more)
+    buckets = Replicas(*args, **kwargs)
     buckets.overlap = False
     return buckets

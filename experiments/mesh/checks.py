@@ -14,11 +14,11 @@ from .placement import HOW, Rank
 from .traffic import FORMULAS, by_axis
 
 
-def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
+def announce(lab: Lab, sizes: Mapping[str, int]) -> None:
     """Log the grid, and what 1f1b sends along each of its axes."""
     grid = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     for axis, cost in by_axis(Rank(lab.config, sizes, 0, HOW["1f1b"])).items():
-        lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, calls: {cost.calls}", "predict")
+        lab.say(f"{grid}: 1f1b sends {cost.nbytes / 1e6:.3g} MB over {axis}, in {cost.calls} calls", "predict")
     rank = Rank(lab.config, sizes, lab.rank, HOW["1f1b"])
     numel = sum(local.numel for unit in rank.units for local in unit)
     lab.note("holds", f"{numel} parameters")
@@ -27,9 +27,9 @@ def tell(lab: Lab, sizes: Mapping[str, int]) -> None:
 def compare_axes(lab: Lab, name: str, rank: Rank, measured: Measured) -> None:
     """Check the bytes along each axis, exactly."""
     for axis, cost in by_axis(rank).items():
-        called = sum(op.called_bytes for op in measured.traffic.called if op.axis == axis)
+        called_bytes = sum(op.called_bytes for op in measured.traffic.called if op.axis == axis)
         lab.compare(
-            f"called bytes over {axis}", round(cost.nbytes, 3), round(called, 3), "B", 0.0, name, FORMULAS[axis]
+            f"called bytes over {axis}", round(cost.nbytes, 3), round(called_bytes, 3), "B", 0.0, name, FORMULAS[axis]
         )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def check_overlap(lab: Lab, name: str, measured: Measured) -> None:
     sums = measured.order.launches("all_reduce")
     inside = [place for place in sums if within_backward(measured.order, place)]
     wrong = len(sums) - len(inside) + len(measured.order.untimely(sums))
-    detail = f"{len(inside)} of {len(sums)} buckets were launched inside of a backward pass"
+    detail = f"{len(inside)} of {len(sums)} buckets were launched inside a backward pass"
     lab.check("overlap", wrong, 0, name, detail)
 
 

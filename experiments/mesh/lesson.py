@@ -40,19 +40,19 @@ class SumOneWay(torch.autograd.Function):  # tp (experiments/tp/lesson.py): f su
 def slice_layers(block: nn.Module, columns: list[str], row: str, group: dist.ProcessGroup, unit: int = 1) -> None:
     """Replaces layers of `block` by this rank's slices: `columns` get its input, and `row` gets their output."""
 
-    def share(whole: Tensor, dim: int) -> nn.Parameter:
-        units = whole.detach().unflatten(dim, (-1, unit))
+    def local_slice(weight: Tensor, dim: int) -> nn.Parameter:
+        units = weight.detach().unflatten(dim, (-1, unit))
         return nn.Parameter(units.tensor_split(group.size(), dim)[group.rank()].flatten(dim, dim + 1).clone())
 
     for layer in (getattr(block, name) for name in columns):
-        layer.weight, layer.bias = share(layer.weight, 0), share(layer.bias, 0)
+        layer.weight, layer.bias = local_slice(layer.weight, 0), local_slice(layer.bias, 0)
     last = getattr(block, row)
-    last.weight = share(last.weight, 1)
+    last.weight = local_slice(last.weight, 1)
     last.forward = lambda x: SumOneWay.apply(F.linear(x, last.weight), group, True) + last.bias
     block.register_forward_pre_hook(lambda _, inputs: SumOneWay.apply(inputs[0], group, False))
 
 
-class Pipeline:  # pp (experiments/pp/lesson.py): a run of sliced layers a rank, the same samples on all of them
+class Pipeline:  # pp (experiments/pp/lesson.py): sliced layers on each rank, the same samples on all
     def __init__(self, stage: nn.Module, loss: Callable, between: tuple[int, ...], stages: dist.ProcessGroup) -> None:
         self.stage, self.loss, self.between, self.stages = stage, loss, between, stages
         self.rank, self.last = stages.rank(), stages.size() - 1
@@ -79,7 +79,7 @@ class Pipeline:  # pp (experiments/pp/lesson.py): a run of sliced layers a rank,
                     sent.append(dist.isend(hidden.grad, group=self.stages, group_dst=self.rank - 1))
         for work in sent:
             work.wait()
-        for parameter in self.stage.parameters() if replicas.size() > 1 else ():  # dp: over those that hold it too
+        for parameter in self.stage.parameters() if replicas.size() > 1 else ():  # dp: over its replicas
             dist.all_reduce(parameter.grad, group=replicas)
         return total if self.rank == self.last else None
 

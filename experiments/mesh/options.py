@@ -9,10 +9,10 @@ class Options(PipelineOptions):
     sizes = {"microbatches": 4, "batch": 32}  # noqa: RUF012  ModeOptions says that it is the class's
     mesh: str = Field(
         "", alias="LAB_MESH",
-        description="axes from the outermost to the innermost with their ranks, as pp2,dp2,tp2; unset: the prime"
-        " factors of WORLD_SIZE on dp, tp and pp in turn",
+        description="axes with their numbers of ranks, outermost first, as pp2,dp2,tp2; unset: the prime factors of"
+        " WORLD_SIZE on dp, tp and pp in turn",
     )  # fmt: skip
     dropout: float = Field(
         0, alias="LAB_DROPOUT", ge=0, lt=1, allow_inf_nan=False,
-        description="share of what attention and MLP of a block add that is dropped, by masks of samples and positions",
+        description="dropout probability of the outputs of attention and MLP, with masks per sample and position",
     )  # fmt: skip

@@ -42,13 +42,18 @@ class How(NamedTuple):
 
 
 HOW = {
-    "1f1b": How("A stage a rank, a backward as soon as there can be one, and gradients in buckets."),
-    "sequence": How("Rows between the slices, and between the stages.", rows=True),
-    "zero1": How("Optimizer state in shards.", rows=True, zero=1),
-    "zero2": How("Optimizer state and gradients in shards.", rows=True, zero=2),
-    "zero3": How("Optimizer state, gradients and weights in shards.", rows=True, zero=3),
-    "ulysses": How("Heads for positions, and back.", swaps=True),
-    "plain": How("The lesson on one page: 1f1b by plain messages, both ends of the model whole.", plain=True),
+    "1f1b": How("One stage per rank, backward passes as early as possible, and gradients in buckets."),
+    "sequence": How(
+        "Sequence parallelism: each rank has its rows between the slices, and between the stages.", rows=True
+    ),
+    "zero1": How("Optimizer state is sharded.", rows=True, zero=1),
+    "zero2": How("Optimizer state and gradients are sharded.", rows=True, zero=2),
+    "zero3": How("Optimizer state, gradients and weights are sharded.", rows=True, zero=3),
+    "ulysses": How("Ranks along cp exchange positions for heads, and back.", swaps=True),
+    "plain": How(
+        "The lesson on one page: 1f1b with plain messages, and both ends of the model on every rank of a slice.",
+        plain=True,
+    ),
 }
 
 
@@ -121,31 +126,31 @@ class Rank:
         """Return the parameters of its stage by layer; tied ends are one unit, and a separate one if on two stages."""
         layers = outline(self.config).layers
         tied = self.config.tie and self.is_gpt
-        found = {index: list(self.of_layer(layers[index])) for index in self.layers}
+        found = {index: list(self.layer_parameters(layers[index])) for index in self.layers}
         if tied and self.p == 1:
             last = found.pop(len(layers) - 1)
             found[0] += [local for local in last if local.name != "project.weight"]
-        alone = [local for of_layer in found.values() for local in of_layer if local.shared]
-        return [[local for local in of_layer if not local.shared] for of_layer in found.values()] + [alone] * bool(
-            alone
+        shared = [local for parameters in found.values() for local in parameters if local.shared]
+        return [[local for local in parameters if not local.shared] for parameters in found.values()] + [shared] * bool(
+            shared
         )
 
     @property
     def uneven(self) -> bool:
         """Return whether ranks of a slice have different numbers of parameters."""
         names = [name for name, _ in outline(self.config).named_parameters()]
-        counts = {self.share(name.split(".", 2)[-1])[1] for name in names}
+        counts = {self.units_of(name.split(".", 2)[-1])[1] for name in names}
         return any(count > 1 and count % self.t for count in counts)
 
-    def of_layer(self, layer: nn.Module) -> Iterator[Local]:
+    def layer_parameters(self, layer: nn.Module) -> Iterator[Local]:
         """Yield the parameters of one layer, in the order of the model."""
         shared = self.config.tie and self.is_gpt and self.p > 1
         for name, parameter in layer.named_parameters():
-            share, of = self.share(name)
-            numel = parameter.numel() * share // of
-            yield Local(name, numel, share == of, shared and name in BY_VOCABULARY)
+            count, total = self.units_of(name)
+            numel = parameter.numel() * count // total
+            yield Local(name, numel, count == total, shared and name in BY_VOCABULARY)
 
-    def share(self, name: str) -> tuple[int, int]:
+    def units_of(self, name: str) -> tuple[int, int]:
         """Return this rank's units of a parameter, and the total: heads, hidden units or vocabulary rows."""
         units = {BY_HEADS: self.config.heads, BY_UNITS: 4 * self.config.width}
         units |= {} if self.how.plain else {BY_VOCABULARY: VOCABULARY}
@@ -164,7 +169,7 @@ def at(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 # LAB_MESH: the axes of the grid, from outermost to innermost, and the ranks along each.
 
 AXES = ("pp", "dp", "cp", "tp")  # the default order; tp sends most, so its ranks are neighbours
-HANDED = ("dp", "tp", "pp")  # receive the factors of WORLD_SIZE in turn if LAB_MESH is unset; cp needs a text
+DEFAULT_AXES = ("dp", "tp", "pp")  # receive the factors of WORLD_SIZE in turn if LAB_MESH is unset; cp needs a text
 
 
 def sizes_of(mesh: str, world_size: int) -> dict[str, int]:
@@ -178,7 +183,7 @@ def sizes_of(mesh: str, world_size: int) -> dict[str, int]:
 def default(world_size: int) -> dict[str, int]:
     """Distribute the prime factors of WORLD_SIZE over the axes in turn, largest first: 8 is dp2, tp2, pp2."""
     sizes = dict.fromkeys(AXES, 1)
-    for axis, factor in zip(cycle(HANDED), sorted(factors(world_size), reverse=True), strict=False):
+    for axis, factor in zip(cycle(DEFAULT_AXES), sorted(factors(world_size), reverse=True), strict=False):
         sizes[axis] *= factor
     return sizes
 
@@ -197,10 +202,11 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     found = [re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", part.strip()) for part in parts]
     names = [match[1] for match in found if match]
     if "ep" in names:
-        return [f"LAB_MESH={mesh!r}: the model of a mesh has no experts, that of RUN_MODE=moe has: {of_experts(mesh)}"]
+        return [f"LAB_MESH={mesh!r}: a mesh has no experts, RUN_MODE=moe has: {experts_command(mesh)}"]
     if None in found or not set(names) <= set(AXES) or len(set(names)) < len(names):
         return [
-            f"LAB_MESH={mesh!r} is no mesh: allowed are dp, cp, tp and pp, each once and with its ranks, as dp2,tp2,pp2"
+            f"LAB_MESH={mesh!r} is no mesh, allowed: dp, cp, tp and pp, each once and with its number of ranks, as"
+            " dp2,tp2,pp2"
         ]
     product = math.prod(sizes_of(mesh, world_size).values())
     if product == world_size:
@@ -211,7 +217,7 @@ def misfit(mesh: str, world_size: int) -> list[str]:
     ]
 
 
-def of_experts(mesh: str) -> str:
+def experts_command(mesh: str) -> str:
     """Return the command that shows LAB_MESH's axes of experts: without stages and positions."""
     sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", mesh)}
     grid = {axis: sizes[axis] for axis in ("dp", "ep", "tp") if axis in sizes}

@@ -13,28 +13,28 @@ from distlab.techniques.pipeline_parallel.costs import bubble
 from distlab.techniques.sharded.costs import FULLY_SHARD_CRASHES, rest_bytes
 
 from .placement import HOW, Rank, misfit, sizes_of
-from .traffic import by_axis, owned, stage_of
+from .traffic import by_axis, owned, zero_stage
 
 # What a mesh cannot run: settings that are no grid, and sizes that an axis does not support.
 
-NO_POSITIONS = "PyTorch's context_parallel has no path on a CPU (RUN_MODE=cp says why): set cp1 in LAB_MESH"
+NO_POSITIONS = "PyTorch's context_parallel cannot run on a CPU (RUN_MODE=cp shows why): set cp1 in LAB_MESH"
 
 
 def refuse(config: Config, mesh: str) -> list[str]:
     """Return errors for an invalid grid, a model that cannot be cut or is too small, and invalid batches."""
     if config.model not in ("gpt", "mlp"):
-        more = "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"
-        where = more if is_own(config.model) else ""
+        hint = "; pp cuts it between layers, dp and fsdp do not cut it, and `distlab prove` checks your own cut"
+        where = hint if is_own(config.model) else ""
         return [f"LAB_MODEL={config.model!r} cannot be cut along three axes, allowed: gpt, mlp{where}"]
     wrong = misfit(mesh, config.world_size)
     if wrong:
         return wrong
     sizes = sizes_of(mesh, config.world_size)
     if config.gloo_on_gpus and sizes["cp"] > 1:
-        why = "LAB_BACKEND=gloo sends no keys that live on a GPU"
+        why = "LAB_BACKEND=gloo cannot send keys from a GPU"
         return [f"{why}: set cp1 in LAB_MESH, or LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu"]
     if config.model != "gpt" and sizes["cp"] > 1:
-        return [f"LAB_MODEL={config.model} has no positions to share out over cp {sizes['cp']}: set LAB_MODEL=gpt"]
+        return [f"LAB_MODEL={config.model} has no positions to split over cp {sizes['cp']}: set LAB_MODEL=gpt"]
     return too_small(config, sizes) + untrainable(config, sizes["dp"])
 
 
@@ -56,20 +56,23 @@ def too_small(config: Config, sizes: dict[str, int]) -> list[str]:
 
 def cannot(config: Config, sizes: dict[str, int]) -> dict[str, str]:
     """Return the variants that cannot run these sizes, with the reason; PyTorch's own have several."""
-    rows = "the rows that it cuts are positions of a text, and mlp has none: set LAB_MODEL=gpt"
-    every = "every rank has all positions of its samples: give LAB_MESH a cp of 2 or more"
-    theirs = {"dtensor_fsdp2": slices_over_shards(config, sizes), "pipelining_fsdp2": stages_over_shards(config, sizes)}
+    rows = "its rows are positions of a text, which mlp does not have: set LAB_MODEL=gpt"
+    needs_cp = "without cp every rank has all positions: give LAB_MESH a cp of 2 or more"
+    pytorchs = {
+        "dtensor_fsdp2": slices_over_shards(config, sizes),
+        "pipelining_fsdp2": stages_over_shards(config, sizes),
+    }
     return ruled_out(
         (("sequence",), config.model != "gpt", rows),
-        (("sequence",), sizes["tp"] == 1, "it cuts rows among the ranks of a slice: give LAB_MESH a tp of 2 or more"),
-        (("ulysses",), sizes["cp"] == 1, every),
-        (("plain",), sizes["cp"] > 1, "the lesson has no positions to share out: set cp1 in LAB_MESH"),
+        (("sequence",), sizes["tp"] == 1, "it splits rows over tp: give LAB_MESH a tp of 2 or more"),
+        (("ulysses",), sizes["cp"] == 1, needs_cp),
+        (("plain",), sizes["cp"] > 1, "the lesson does not split positions: set cp1 in LAB_MESH"),
         (("plain",), getattr(config.options, "dropout", 0), "the lesson drops nothing: leave LAB_DROPOUT unset"),
-        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson keeps no weights in float32 to step"),
-        (("plain",), config.gloo_on_gpus, "gloo sends no tensor that lives on a GPU"),
+        (("plain",), config.dtype == "bfloat16", "LAB_DTYPE=bfloat16: the lesson has no float32 master weights"),
+        (("plain",), config.gloo_on_gpus, "gloo cannot send GPU tensors"),
         (("plain",), config.backend == "nccl" and sizes["pp"] > 1, "NCCL's sends wait for their receives"),
-        *(((name,), applies, why) for name, reasons in theirs.items() for applies, why in reasons),
-        (theirs, config.gloo_on_gpus, FULLY_SHARD_CRASHES),
+        *(((name,), applies, why) for name, reasons in pytorchs.items() for applies, why in reasons),
+        (pytorchs, config.gloo_on_gpus, FULLY_SHARD_CRASHES),
     )
 
 
@@ -78,14 +81,17 @@ def slices_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
     t = sizes["tp"]
     parts = {f"LAB_HEADS={config.heads}": config.heads, f"4 x LAB_WIDTH={config.width}": 4 * config.width}
     uneven = [name for name, count in parts.items() if count % t] or [""]
-    alone = "DDP over DTensors fails (a gradient has no shape), so it is fully_shard that keeps the replicas"
+    alone = "DDP over DTensors fails (a gradient has no shape), so fully_shard keeps the replicas"
     return [
-        (sizes["pp"] > 1, "its plan knows no stages: set pp1 in LAB_MESH"),
+        (sizes["pp"] > 1, "its plan has no stages: set pp1 in LAB_MESH"),
         (sizes["cp"] > 1, NO_POSITIONS),
-        (1 in (t, sizes["dp"]), f"it stacks two axes, and {alone}: give LAB_MESH a dp and a tp of 2 or more"),
-        (config.model != "gpt", "its loss over split scores is a text's: set LAB_MODEL=gpt"),
-        (bool(uneven[0]), f"{uneven[0]} is not a multiple of tp {t}, and its plan splits evenly"),
-        (config.clip is not None, "torch's clip_grad_norm_ takes no gradients on two meshes, slices and wholes"),
+        (1 in (t, sizes["dp"]), f"it combines two axes, and {alone}: give LAB_MESH a dp and a tp of 2 or more"),
+        (config.model != "gpt", "its loss over split scores needs a text: set LAB_MODEL=gpt"),
+        (bool(uneven[0]), f"{uneven[0]} is not a multiple of tp {t}, and its plan needs equal parts"),
+        (
+            config.clip is not None,
+            "torch's clip_grad_norm_ does not support gradients on two meshes, sliced and replicated",
+        ),
     ]
 
 
@@ -93,16 +99,16 @@ def stages_over_shards(config: Config, sizes: dict[str, int]) -> list[tuple[bool
     """Return the reasons that prevent PyTorch's pipelines with fully_shard; its schedules without a bubble hang over
     gloo then, so 1F1B is used."""
     replicas, p, m = sizes["dp"], sizes["pp"], config.num_microbatches
-    dealt = [*shard_sizes(config.batch, replicas), *shard_sizes(config.batch, replicas, uneven=True)]
-    given = f"LAB_BATCH={config.batch} on dp {replicas} deals {min(dealt)} to {max(dealt)} samples"
+    shards = [*shard_sizes(config.batch, replicas), *shard_sizes(config.batch, replicas, uneven=True)]
+    split = f"LAB_BATCH={config.batch} on dp {replicas} gives ranks {min(shards)} to {max(shards)} samples"
     return [
-        (sizes["tp"] > 1, "its stages are layers that nothing has sliced: set tp1 in LAB_MESH"),
+        (sizes["tp"] > 1, "its stages have whole layers: set tp1 in LAB_MESH"),
         (sizes["cp"] > 1, NO_POSITIONS),
-        (1 in (p, replicas), "it stacks two axes: give LAB_MESH a dp and a pp of 2 or more"),
-        (config.tie and config.model == "gpt", "it sums no gradient of a weight that two stages share"),
-        (config.clip is not None, "torch's clip_grad_norm_ knows no stages (torchtitan issue 596)"),
+        (1 in (p, replicas), "it combines two axes: give LAB_MESH a dp and a pp of 2 or more"),
+        (config.tie and config.model == "gpt", "it does not sum the gradient of a weight that two stages share"),
+        (config.clip is not None, "torch's clip_grad_norm_ does not support stages (torchtitan issue 596)"),
         (m < p, f"LAB_MICROBATCHES={m} is fewer than its {p} stages, which torch refuses"),
-        (any(size % m for size in dealt), f"torch wants equal microbatches, and {given} in LAB_MICROBATCHES={m}"),
+        (any(size % m for size in shards), f"torch needs equal microbatches, and {split} in LAB_MICROBATCHES={m}"),
     ]
 
 
@@ -113,19 +119,19 @@ def at_rest(rank: Rank) -> float:
     """Return the bytes of weights, gradients and optimizer state, with the padding of ZeRO's units and chunks."""
     config, adam = rank.config, rank.config.optimizer == "adamw"
     masters = config.dtype == "bfloat16"
-    held = 0.0
+    stored = 0.0
     for unit in rank.units:
-        numel, zero = sum(local.numel for local in unit), stage_of(rank, unit)
+        numel, zero = sum(local.numel for local in unit), zero_stage(rank, unit)
         own, chunk = owned(rank, unit) if zero else numel, -(-numel // rank.replicas)
         tensors = adam * (1 if zero else len(unit))
-        kept = rest_bytes(
+        by_class = rest_bytes(
             zero, numel, own, itemsize=rank.itemsize, moments=2 * adam, masters=masters, num_tensors=tensors
         )
         if zero:
             padded = rest_bytes(zero, rank.replicas * chunk, chunk, itemsize=rank.itemsize, moments=0)
-            kept |= {"parameters": padded["parameters"]} | ({"gradients": padded["gradients"]} if zero == 1 else {})
-        held += sum(kept.values())
-    return held
+            by_class |= {"parameters": padded["parameters"]} | ({"gradients": padded["gradients"]} if zero == 1 else {})
+        stored += sum(by_class.values())
+    return stored
 
 
 def predict(config: Config, sizes: Mapping[str, int], excluded: Mapping[str, str]) -> list[Prediction]:

@@ -41,10 +41,10 @@ def dtensor_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     blocks = model.layers[1:-1] if model.name == "gpt" else model.layers
     for module in (*blocks, model):
         fully_shard(module, mesh=grid["dp"])
-    return OfShardedDTensors(model, mesh, config)
+    return ShardedDTensors(model, mesh, config)
 
 
-class OfShardedDTensors(FullySharded):
+class ShardedDTensors(FullySharded):
     """A model with DTensor weights on two axes, and a loss whose scores are a DTensor on the second."""
 
     def __init__(self, model: Model, mesh: Mesh, config: Config) -> None:
@@ -55,15 +55,15 @@ class OfShardedDTensors(FullySharded):
         from torch.distributed.tensor.parallel import loss_parallel
 
         with loss_parallel():
-            share = super().backward(microbatches)
-        return share if self.mesh.index("tp") == 0 else None
+            loss = super().backward(microbatches)
+        return loss if self.mesh.index("tp") == 0 else None
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors gathered over both axes, on rank 0 of all."""
         for label, tensor in named_tensors(self.model, self.optimizer, kind):
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            dense = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             if self.mesh.world.rank() == 0:
-                yield label, whole
+                yield label, dense
 
 
 def pipelining_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
@@ -76,10 +76,10 @@ def pipelining_fsdp2(model: Model, mesh: Mesh, config: Config) -> Strategy:
     replicas = DeviceMesh.from_group(mesh["dp"], "cuda" if config.device == "cuda" else "cpu")
     for module in (*stage.layers.values(), stage):
         fully_shard(module, mesh=replicas)
-    return OfShardedStages(parts, number, stage, model.loss, mesh, config)
+    return ShardedStages(parts, number, stage, model.loss, mesh, config)
 
 
-class OfShardedStages:
+class ShardedStages:
     """A Strategy with one stage under fully_shard, run by PyTorch's schedule.
 
     The schedule cuts the replica's batch into microbatches itself; fully_shard averages over the replicas, so the loss
@@ -94,8 +94,12 @@ class OfShardedStages:
         self.parts, self.stage, self.loss, self.mesh = parts, stage, loss, mesh
         self.ranks, self.first = Peers(mesh.world), number == 0
         self.last, self.share = number == mesh.size("pp") - 1, 1.0
-        made = PipelineStage(stage, number, mesh.size("pp"), next(stage.parameters()).device, group=mesh["pp"])
-        self.schedule: Any = Schedule1F1B(made, config.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        pipeline_stage = PipelineStage(
+            stage, number, mesh.size("pp"), next(stage.parameters()).device, group=mesh["pp"]
+        )
+        self.schedule: Any = Schedule1F1B(
+            pipeline_stage, config.num_microbatches, loss_fn=self._loss, scale_grads=False
+        )
         self.optimizer = make_optimizer(stage.parameters(), config)
 
     def backward(self, microbatches: list[Microbatch]) -> Tensor | None:
@@ -108,19 +112,19 @@ class OfShardedStages:
         return torch.stack([loss.detach() for loss in losses]).sum() / self.mesh.size("dp") if self.last else None
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        weighed: Tensor = self.loss(output, targets) * self.share * self.mesh.size("dp")
-        return weighed
+        weighted: Tensor = self.loss(output, targets) * self.share * self.mesh.size("dp")
+        return weighted
 
     def update(self) -> None:
         self.optimizer.step()
 
     def full(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors gathered over the replicas, then from the first of each stage."""
-        whole = [
+        tensors = [
             (label, whole_piece(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor))
             for label, tensor in named_tensors(self.stage, self.optimizer, kind)
         ]
-        yield from assembled(whole if self.mesh.index("dp") == 0 else [], self.ranks)
+        yield from assembled(tensors if self.mesh.index("dp") == 0 else [], self.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(live_state(self.stage.named_parameters(), self.optimizer))

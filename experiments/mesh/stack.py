@@ -61,10 +61,11 @@ def stack(model: Model, mesh: Mesh, config: Config, *, name: str) -> Strategy:
     stage_stores = StageStores(parts, slices, mesh, config, rows=rows, zero=how.zero)
     stores = {number: stage_stores.stage(number) for number in parts.stages}
     stages = {
-        number: Turned(stage.layers, rows=rows, recompute=config.recompute) for number, stage in parts.stages.items()
+        number: TransposedStage(stage.layers, rows=rows, recompute=config.recompute)
+        for number, stage in parts.stages.items()
     }
-    turned = {} if dropouts is None else {"turn_to": dropouts.begin_microbatch}
-    pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], stores, **turned)
+    callbacks = {} if dropouts is None else {"turn_to": dropouts.begin_microbatch}
+    pipeline = ReducingPipeline(stages, schedule[mesh.index("pp")], mesh["pp"], stores, **callbacks)
     pretend(pipeline, mesh, config)
     engine = ByHand(pipeline, model.loss, partial(prepared, positions, mesh.index("cp"), dropouts))
     return Stacked(parts, slices, stores, engine, mesh, config)
@@ -76,13 +77,13 @@ def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     parts = parts_of(model, mesh["pp"])
     ((number, stage),) = parts.stages.items()
     rows = (config.seq,) if model.name == "gpt" else ()
-    turned = Turned(stage.layers, rows=False, recompute=config.recompute)
-    pipeline = lesson.Pipeline(turned, model.loss, (*rows, config.width), mesh["pp"])
-    stores = {number: [SummedByLesson(parts.parameters)]}
+    transposed = TransposedStage(stage.layers, rows=False, recompute=config.recompute)
+    pipeline = lesson.Pipeline(transposed, model.loss, (*rows, config.width), mesh["pp"])
+    stores = {number: [LessonStore(parts.parameters)]}
     return Stacked(parts, slices, stores, Lesson(pipeline, mesh["dp"]), mesh, config)
 
 
-class SummedByLesson:
+class LessonStore:
     """All of `named` on every replica, with gradients summed after the pipeline."""
 
     everywhere = True
@@ -180,7 +181,7 @@ class StageStores:
         ]
 
 
-class Turned(nn.Module):
+class TransposedStage(nn.Module):
     """A stage's layers; inputs and outputs are [b, S, ...], samples first, but inside come rows first, with `rows`."""
 
     def __init__(self, layers: nn.ModuleDict, *, rows: bool, recompute: bool) -> None:
@@ -199,5 +200,5 @@ def pretend(pipeline: ReducingPipeline, mesh: Mesh, config: Config) -> None:
     """With LAB_SLEEP_MS, let stages simulate longer compute, the same for each replica's microbatches."""
     sleep_ms: float = getattr(config.options, "sleep_ms", 0.0)
     if sleep_ms:
-        of_replica = config.model_copy(update={"batch": config.batch / mesh.size("dp")})
-        pretend_compute(pipeline.stages, of_replica, sleep_ms, {})
+        replica_config = config.model_copy(update={"batch": config.batch / mesh.size("dp")})
+        pretend_compute(pipeline.stages, replica_config, sleep_ms, {})

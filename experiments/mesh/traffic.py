@@ -25,9 +25,9 @@ from .placement import Local, Rank
 
 def over_tp(rank: Rank) -> Cost:
     """Return the cost of sums at the ends of slices, or gathers and scatters of rows, with loss and gradients."""
-    costs = [rows_at_rest(rank)] if rank.rows else []
+    costs = [row_gradients_cost(rank)] if rank.rows else []
     for samples in rank.microbatches:
-        costs.append(in_rows(rank, samples) if rank.rows else in_sums(rank, samples))
+        costs.append(rows_cost(rank, samples) if rank.rows else sums_cost(rank, samples))
         if rank.is_last and rank.is_gpt and not rank.how.plain:
             scores = samples * rank.seq * max(rank.itemsize, 4)  # maxima; then sums, and the targets' scores
             costs += [all_reduce_cost(rank.t, scores), all_reduce_cost(rank.t, 2 * scores)]
@@ -41,14 +41,14 @@ def ends_of_slices(rank: Rank) -> int:
     return 2 * slices * rank.num_blocks + ends
 
 
-def in_sums(rank: Rank, samples: int) -> Cost:
+def sums_cost(rank: Rank, samples: int) -> Cost:
     """Return the cost of all_reduces of b·s·h; a recomputed block sums its attention again, with a mask its MLP too."""
     again = rank.num_blocks * (1 + rank.drops) if rank.config.recompute and rank.is_gpt else 0
     nbytes = samples * rank.seq * rank.config.width * rank.itemsize
     return all_reduce_cost(rank.t, nbytes).times(ends_of_slices(rank) + again)
 
 
-def in_rows(rank: Rank, samples: int) -> Cost:
+def rows_cost(rank: Rank, samples: int) -> Cost:
     """Return the cost of a gather and a scatter of rows instead of each sum; a recomputed block gathers for both slices
     and scatters once, with a mask after its MLP twice, and the head gathers."""
     row_bytes = samples * rank.config.width * rank.itemsize
@@ -77,11 +77,11 @@ def scattered(rank: Rank, row_bytes: int) -> Cost:
     return Cost(nbytes, scatter_calls(chunk_bytes(t, rank.seq, 1), own, rank.config.backend), t - 1)
 
 
-def rows_at_rest(rank: Rank) -> Cost:
+def row_gradients_cost(rank: Rank) -> Cost:
     """Return the cost of summing gradients of replicated parameters used on rows: per stage, or per unit of ZeRO."""
-    wholes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units]
+    sizes = [sum(local.numel for local in unit if local.whole) * rank.itemsize for unit in rank.units]
     times = len(rank.microbatches) if rank.how.zero > 1 else 1
-    sums = [nbytes for nbytes in wholes if nbytes] if rank.how.zero else [sum(wholes)]
+    sums = [nbytes for nbytes in sizes if nbytes] if rank.how.zero else [sum(sizes)]
     return total_cost(*(all_reduce_cost(rank.t, nbytes).times(times) for nbytes in sums))
 
 
@@ -89,10 +89,10 @@ def rows_at_rest(rank: Rank) -> Cost:
 
 FORMULAS = {
     "dp": "2(d-1)/d x P/(t·p), in ZeRO of chunks",
-    "cp": "3(c-1)/c x K and V a layer, in ulysses 4(c-1)/c²; and gradients as over dp",
+    "cp": "3(c-1)/c x K and V per layer, in ulysses 4(c-1)/c²; and gradients as over dp",
     "dp_cp": "2(dc-1)/dc x P/(t·p), in ZeRO of chunks",
-    "tp": "2(t-1)/t x b·s·h a sum of its layers, and the loss",
-    "pp": "b·s·h an end, with rows b·s·h/t, and what two stages share",
+    "tp": "2(t-1)/t x b·s·h per sum of its layers, and the loss",
+    "pp": "b·s·h per end of a stage, with rows b·s·h/t, and shared weights",
 }
 
 
@@ -101,10 +101,10 @@ FORMULAS = {
 
 def over_replicas(rank: Rank) -> Cost:
     """Return the cost of the buckets of its stage, or of ZeRO's messages per unit."""
-    return total_cost(*(in_shards(rank, unit) for unit in rank.units)) if rank.how.zero else in_buckets(rank)
+    return total_cost(*(shards_cost(rank, unit) for unit in rank.units)) if rank.how.zero else buckets_cost(rank)
 
 
-def in_buckets(rank: Rank) -> Cost:
+def buckets_cost(rank: Rank) -> Cost:
     """Return the cost of an all_reduce per bucket; a weight that two stages share is first in both. Replicated
     parameters have separate buckets if slices differ in size."""
     ordered = sorted((local for unit in rank.units for local in unit), key=lambda local: not local.shared)
@@ -121,9 +121,9 @@ def in_buckets(rank: Rank) -> Cost:
     return total_cost(*costs)
 
 
-def in_shards(rank: Rank, unit: list[Local]) -> Cost:
+def shards_cost(rank: Rank, unit: list[Local]) -> Cost:
     """Return the cost of sums and gathers of chunks; a unit that two layers use stays gathered between them."""
-    zero, microbatches, replicas = stage_of(rank, unit), len(rank.microbatches), rank.replicas
+    zero, microbatches, replicas = zero_stage(rank, unit), len(rank.microbatches), rank.replicas
     gathers = 1 if spans(rank, unit) else 2
     chunk = -(-sum(local.numel for local in unit) // replicas)
     nbytes = zero_bytes(zero, replicas, replicas * chunk * rank.itemsize, microbatches, gathers)
@@ -131,7 +131,7 @@ def in_shards(rank: Rank, unit: list[Local]) -> Cost:
     return Cost(nbytes, moves, moves)
 
 
-def stage_of(rank: Rank, unit: list[Local]) -> int:
+def zero_stage(rank: Rank, unit: list[Local]) -> int:
     """Return ZeRO's stage of a unit: a unit that another pipeline stage uses too stays whole."""
     return min(rank.how.zero, 2) if unit[0].shared else rank.how.zero
 
@@ -187,9 +187,9 @@ OVER: Mapping[str, Callable[[Rank], Cost]] = {"cp": over_cp, "tp": over_tp, "pp"
 
 def by_axis(rank: Rank) -> dict[str, Cost]:
     """Return the cost in each group: along each axis of more than one rank, and over dp and cp together."""
-    long = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
-    costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in long}
-    for axis, ranks in long.items():
+    axes = {axis: ranks for axis, ranks in rank.sizes.items() if ranks > 1}
+    costs = {axis: [OVER[axis](rank)] if axis in OVER else [] for axis in axes}
+    for axis, ranks in axes.items():
         costs[axis].append(norm_cost(ranks, rank.config.clip))
     if rank.replicas > 1:
         costs.setdefault(rank.replicated, []).append(over_replicas(rank))

@@ -46,8 +46,8 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.precision import LossScale, Masters, all_finite
 
 from . import lesson
-from .checks import claims, prove, rehearse
-from .display import observe, percent, show_seen
+from .checks import check_overflows, claims, prove
+from .display import observe, percent, show_traces
 from .options import Options
 from .predictions import SCALED, converted, predict, refuse
 
@@ -114,12 +114,12 @@ class Autocast(Replica):
         """Run the passes; DDP averages over the ranks and we sum, so gradients are multiplied at the end."""
         self.scale = float(self.scaler.scale(torch.ones((), device=self.device_type)))
         with torch.autocast(self.device_type, torch.float16):
-            share = super().backward(microbatches)
+            loss = super().backward(microbatches)
         self.scaler.unscale_(self.stepped)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.num_ranks)
-        return share
+        return loss
 
     def update(self) -> None:
         """Step with GradScaler, which skips if a gradient is inf or NaN."""
@@ -166,13 +166,13 @@ class MixedPrecision(HalfPrecision):
     def update(self) -> None:
         """With loss scaling, step only if all gradients are finite, then adjust the scale."""
         summed = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        taken = self.loss_scale is None or all_finite(summed)
-        if taken:
+        is_finite = self.loss_scale is None or all_finite(summed)
+        if is_finite:
             self.deliver()
             self.optimizer.step()
             self.masters.refresh()  # rounded into the computing weights
         if self.loss_scale is not None:
-            self.loss_scale.adjust(overflowed=not taken)
+            self.loss_scale.adjust(overflowed=not is_finite)
             self.scale = self.loss_scale.value
 
 
@@ -187,13 +187,13 @@ class ClippedBeforeUnscaled(MixedPrecision):
         self.masters.deliver(self.scale)
 
 
-def mixed(model: Model, mesh: Mesh, config: Config, **how: Any) -> Strategy:
+def mixed(model: Model, mesh: Mesh, config: Config, **options: Any) -> Strategy:
     """Compute in 16 bits with the options of `MixedPrecision`."""
     draw_and_broadcast(model, mesh.group, config)
-    return MixedPrecision(model, mesh.group, config, **how)
+    return MixedPrecision(model, mesh.group, config, **options)
 
 
-class OnePage(MixedPrecision):
+class LessonMixedPrecision(MixedPrecision):
     """The lesson's masters and loss scale, in the common step."""
 
     def __init__(self, model: Model, group: dist.ProcessGroup, config: Config, dtype: torch.dtype) -> None:
@@ -207,7 +207,7 @@ class OnePage(MixedPrecision):
 def plain(model: Model, mesh: Mesh, config: Config, dtype: torch.dtype = torch.float16) -> Strategy:
     """The lesson on one page: fp16_scaled with permanent float32 weights."""
     draw_and_broadcast(model, mesh.group, config)
-    return OnePage(model, mesh.group, config, dtype)
+    return LessonMixedPrecision(model, mesh.group, config, dtype)
 
 
 # --- the run ---
@@ -217,27 +217,27 @@ def prove_16_bit(lab: Lab, name: str, build: Build) -> None:
     """Prove a 16-bit variant, with injected overflows that a few steps would not have."""
     prove(lab, name, build)
     if name in SCALED:
-        rehearse(lab, name, build)
+        check_overflows(lab, name, build)
 
 
 def run(lab: Lab) -> None:
     config, predictions = lab.config, predict(lab.config)
     sizes = "line" if config.model == "line" else f"width {config.width}, depth {config.depth}"
-    lab.say(f"{sizes}: 2 + 2 bytes a parameter, and 4 for a master weight", "predict")
-    in_16_bits = [name for name in lab.mode.by_hand if name != "fp32"]
+    lab.say(f"{sizes}: 2 + 2 bytes per parameter, and 4 for a master weight", "predict")
+    half_names = [name for name in lab.mode.by_hand if name != "fp32"]
     measured = measure(
-        lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(in_16_bits, partial(prove_16_bit, lab))
+        lab, also=partial(check_replicas, lab), proofs=dict.fromkeys(half_names, partial(prove_16_bit, lab))
     )
     lab.compare_predictions(predictions, measured)
-    with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "steps observed"):
-        seen = {
+    with lab.work.of(config.steps * sum(map(lab.wants, lab.mode.names)), "observed steps"):
+        traces = {
             each.name: observe(lab, each.name, each.build)
             for each in lab.mode.variants
             if each.build and lab.wants(each.name) and not is_own(each.name)
         }
-    lost = ", ".join(f"{name} {percent(each.underflowed[0])}" for name, each in seen.items() if each.underflowed)
-    lab.note("underflow", f"numbers of the first step's gradients that became 0: {lost}")
-    show_seen(lab, seen)
+    lost = ", ".join(f"{name} {percent(each.underflowed[0])}" for name, each in traces.items() if each.underflowed)
+    lab.note("underflow", f"share of the first step's gradients that became 0: {lost}")
+    show_traces(lab, traces)
 
 
 MODE = Mode(
@@ -250,7 +250,7 @@ MODE = Mode(
         Variant("autocast", autocast, by_torch=True),
         Variant("plain", plain, by_name=True),
     ),
-    headline=("bf16", "weights, gradients and messages in 16 bits, half of everything"),
+    headline=("bf16", "weights, gradients and messages in 16 bits, half the bytes of everything"),
     run=run,
     claims=claims,
     options=Options,
@@ -261,11 +261,11 @@ MODE = Mode(
         "fp16_master": "fp16_scaled scales the loss, bf16_master keeps float32 masters",
         "bf16_stochastic": "bf16_master keeps what bf16 rounds away",
     },
-    unsaved="does not save the scale of the loss",
+    unsaved="does not save the loss scale",
     reading=(
         "experiments/precision/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/precision/__init__.py: the variants, all of it in 16 bits first",
+        "experiments/precision/__init__.py: the variants, first those entirely in 16 bits",
         "distlab/techniques/precision/__init__.py: float32 master weights, and loss scaling",
-        "experiments/precision/checks.py: what is exact, and the tolerances of the rest",
+        "experiments/precision/checks.py: which checks are exact, and the tolerances of the others",
     ),
 )

@@ -38,14 +38,14 @@ from distlab.techniques.data_parallel.buckets import GradientBuckets
 from distlab.techniques.data_parallel.strategy import Replica
 from distlab.techniques.precision import ulp
 
-from .display import flat, gradient_of, remembered
+from .display import flat, gradient_of, stepped_weights
 from .predictions import SCALED, converted
 
 SAME_ARITHMETIC, EXACT = 8.0, 16.0  # epsilons: a different order of sums; all roundings of forward and backward
 # Rounding to nearest: half a unit of the 16 bits, and half a float32 unit, which is 2^-13 of an fp16 unit.
 NEAREST = 0.5 + 2.0**-14
 # Two roundings: near its smallest numbers fp16 also rounds lr·g, by up to half a unit of an equally small weight.
-WHOLE = 1.0
+TWO_ROUNDINGS = 1.0
 LAST_PLACE = "units in the last place"
 LEARNING_RATE = 2.0**-7  # a power of two: its product with a gradient is exact, so that an update is rounded once
 STEPS = 2
@@ -55,10 +55,10 @@ MOST_HALVINGS = 40  # from 65536 to far below 1
 class Witness(PlainSGD):
     """Plain SGD that records its gradients, as a vector in float64."""
 
-    given: Tensor | None = None
+    received: Tensor | None = None
 
     def step(self) -> None:
-        self.given = flat(parameter.grad for parameter in self.parameters)
+        self.received = flat(parameter.grad for parameter in self.parameters)
         super().step()
 
 
@@ -69,8 +69,8 @@ def prove(lab: Lab, name: str, build: Build) -> None:
     assert isinstance(strategy, Replica)
     assert isinstance(strategy.optimizer, PlainSGD)
     strategy.optimizer = Witness(strategy.optimizer.parameters, LEARNING_RATE)
-    start = flat(remembered(strategy))
-    if remembered(strategy)[0].dtype == torch.float32:
+    start = flat(stepped_weights(strategy))
+    if stepped_weights(strategy)[0].dtype == torch.float32:
         masters = largest_difference(start, flat(lab.model(torch.float32).parameters()))
         lab.check("first masters", masters, 0.0, name)
     for step in range(STEPS):
@@ -110,22 +110,22 @@ def check_gradients(lab: Lab, name: str, strategy: Replica, batches: Batches, st
 def check_update(lab: Lab, name: str, strategy: Replica, witness: Witness, start: Tensor) -> Tensor:
     """Check the optimizer's input and the update of the weights `start` on every rank; return the new weights."""
     wanted, dtype = summed_gradient(strategy), dtype_of(strategy)
-    witness.given = None
+    witness.received = None
     strategy.update()
-    given, after = witness.given, remembered(strategy)
+    received, after = witness.received, stepped_weights(strategy)
     stored = after[0].dtype
-    off, taken = math.inf, "no step was taken"
-    if given is not None:
-        exact, taken = start - LEARNING_RATE * given, ""
+    off, detail = math.inf, "no step was taken"
+    if received is not None:
+        exact, detail = start - LEARNING_RATE * received, ""
         off = largest((flat(after) - exact) / ulp(exact, stored))
         if strategy.config.clip is None:
-            told = "to the optimizer, of what was summed"
-            lab.check("given", largest_difference(given, wanted), 0.0, name, told)
+            description = "the optimizer's input minus the summed gradient"
+            lab.check("given", largest_difference(received, wanted), 0.0, name, description)
         else:
-            apart_by = epsilons(given, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
-            lab.check("clipped gradients", apart_by, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
-    tolerance = WHOLE if name == "fp16" else NEAREST
-    lab.check("update", off, tolerance, name, taken, unit=of_type(LAST_PLACE, stored))
+            error = epsilons(received, clipped(wanted, strategy.config.clip), dtype)  # LAB_BUG=unscaled_clip
+            lab.check("clipped gradients", error, SAME_ARITHMETIC, name, unit=of_type("epsilons", dtype))
+    tolerance = TWO_ROUNDINGS if name == "fp16" else NEAREST
+    lab.check("update", off, tolerance, name, detail, unit=of_type(LAST_PLACE, stored))
     if stored != dtype:
         rounded = flat(weight.detach().to(dtype) for weight in after)
         copies = largest_difference(flat(strategy.model.parameters()), rounded)
@@ -192,7 +192,7 @@ CLIP = 0.05
 TOO_LARGE = 2.0**40  # fp16 ranges from 2^-24 to 2^16: any number in it but zero overflows with this factor
 SCALE, GROWTH, BACKOFF, INTERVAL = 65536.0, 2.0, 0.5, 2000  # torch.amp.GradScaler's defaults
 # The kind of each step, and the count of good steps to set before it; None: unchanged.
-REHEARSED_STEPS: tuple[tuple[str, int | None], ...] = (
+OVERFLOW_STEPS: tuple[tuple[str, int | None], ...] = (
     ("a rank", None), ("good", None), ("one inf", INTERVAL - 1), ("good", None), ("good", INTERVAL - 1),
     ("good", None), ("one nan", None), ("good", None),
 )  # fmt: skip
@@ -208,54 +208,58 @@ class Rule:
         torch._amp_update_scale_(self.scale, self.good, torch.tensor(float(overflowed)), GROWTH, BACKOFF, INTERVAL)
 
 
-class Rehearsal:
+class OverflowTest:
     """A scaled strategy, the rule, and the largest difference so far of each kind."""
 
     def __init__(self, strategy: Replica, witness: Witness, clip: float) -> None:
         self.strategy, self.witness, self.clip = strategy, witness, clip
-        self.mind = strategy.loss_scale  # type: ignore[attr-defined]
+        self.loss_scale = strategy.loss_scale  # type: ignore[attr-defined]
         self.rule = Rule(strategy.scale)
-        self.exact = flat(remembered(strategy))  # by the formula
+        self.exact = flat(stepped_weights(strategy))  # by the formula
         self.unit = torch.zeros_like(self.exact)  # in the last place, the largest so far
-        self.taken = 0
+        self.steps_taken = 0
         self.seen = Worst(("loss scale", "skipped", "clipped gradients", "weights"))
 
-    def pretend(self, good_steps: int) -> None:
+    def set_good_steps(self, good_steps: int) -> None:
         """Set the count of steps without an overflow."""
-        self.mind.good_steps = good_steps
+        self.loss_scale.good_steps = good_steps
         self.rule.good.fill_(good_steps)
 
-    def update(self, *, wanted: bool) -> None:
-        """Run one update; its gradients must have an overflow if it is `wanted`, and may have one otherwise."""
+    def update(self, *, overflow_expected: bool) -> None:
+        """Run one update. With `overflow_expected` its gradients must have an overflow; without they may have one."""
         gradient, before, scaled_by = summed_gradient(self.strategy), self.weights(), self.strategy.scale
-        self.witness.given = None
+        self.witness.received = None
         self.strategy.update()
         overflowed = not bool(gradient.isfinite().all())
         self.rule.adjust(overflowed=overflowed)
-        for scale in (self.strategy.scale, self.mind.value):
+        for scale in (self.strategy.scale, self.loss_scale.value):
             self.seen.note("loss scale", abs(math.log2(scale / self.rule.scale.item())) if scale > 0 else math.inf)
-        self.seen.note("loss scale", abs(self.mind.good_steps - int(self.rule.good)))
+        self.seen.note("loss scale", abs(self.loss_scale.good_steps - int(self.rule.good)))
         if overflowed:
             self.seen.note("skipped", largest_difference(self.weights(), before))
-        if overflowed == (self.witness.given is not None) or (wanted and not overflowed) or scaled_by == 0:
+        if (
+            overflowed == (self.witness.received is not None)
+            or (overflow_expected and not overflowed)
+            or scaled_by == 0
+        ):
             self.seen.note("skipped", math.inf)  # a step was wrongly taken or skipped; or there was no overflow
-        if self.witness.given is not None and not overflowed:
-            self.follow(gradient, self.witness.given)
+        if self.witness.received is not None and not overflowed:
+            self.follow(gradient, self.witness.received)
 
-    def follow(self, gradient: Tensor, given: Tensor) -> None:
-        off = epsilons(given, clipped(gradient, self.clip), dtype_of(self.strategy))
+    def follow(self, gradient: Tensor, received: Tensor) -> None:
+        off = epsilons(received, clipped(gradient, self.clip), dtype_of(self.strategy))
         self.seen.note("clipped gradients", off)
-        self.exact = self.exact - LEARNING_RATE * given
-        self.taken += 1
-        held = remembered(self.strategy)
-        self.unit = torch.maximum(self.unit, ulp(self.exact, held[0].dtype))
-        self.seen.note("weights", largest((flat(held) - self.exact) / self.unit) / self.taken)
+        self.exact = self.exact - LEARNING_RATE * received
+        self.steps_taken += 1
+        stepped = stepped_weights(self.strategy)
+        self.unit = torch.maximum(self.unit, ulp(self.exact, stepped[0].dtype))
+        self.seen.note("weights", largest((flat(stepped) - self.exact) / self.unit) / self.steps_taken)
 
     def weights(self) -> Tensor:
-        return torch.cat([flat(self.strategy.model.parameters()), flat(remembered(self.strategy))])
+        return torch.cat([flat(self.strategy.model.parameters()), flat(stepped_weights(self.strategy))])
 
 
-def rehearse(lab: Lab, name: str, build: Build) -> None:
+def check_overflows(lab: Lab, name: str, build: Build) -> None:
     """Run all steps of one scaled variant, on every rank; only gradients are sent."""
     clip = lab.config.clip or CLIP
     config = plain(lab.config, lr=LEARNING_RATE, clip=clip)
@@ -263,29 +267,29 @@ def rehearse(lab: Lab, name: str, build: Build) -> None:
     assert isinstance(strategy, Replica)
     witness = Witness(strategy.optimizer.param_groups[0]["params"], LEARNING_RATE)
     strategy.optimizer = witness
-    begins = abs(math.log2(strategy.scale / SCALE))
+    first_error = abs(math.log2(strategy.scale / SCALE))
     parts = lab.microbatches(lab.batches(torch.float32, proof=True), 0)
     backward(strategy, parts)  # down to a scale at which good steps do not overflow
-    found = Rehearsal(strategy, witness, clip)
-    found.seen.note("loss scale", begins)
-    for step, (kind, gone) in enumerate(REHEARSED_STEPS):
+    found = OverflowTest(strategy, witness, clip)
+    found.seen.note("loss scale", first_error)
+    for step, (kind, good_steps) in enumerate(OVERFLOW_STEPS):
         lab.at(step, f"overflows of {name}")
-        if gone is not None:
-            found.pretend(gone)
+        if good_steps is not None:
+            found.set_good_steps(good_steps)
         overflow(strategy, kind, parts, mine=step % lab.world_size == lab.rank)
-        found.update(wanted=kind != "good")
-    overflows = sum(kind != "good" for kind, _ in REHEARSED_STEPS)
-    told = {
+        found.update(overflow_expected=kind != "good")
+    overflows = sum(kind != "good" for kind, _ in OVERFLOW_STEPS)
+    details = {
         "loss scale": (
             0.0,
             "powers of two and good steps",
-            f"after {len(REHEARSED_STEPS)} steps with {overflows} overflows",
+            f"after {len(OVERFLOW_STEPS)} steps with {overflows} overflows",
         ),
-        "skipped": (0.0, "", "of weights in steps that are not taken; infinite where the wrong ones are"),
+        "skipped": (0.0, "", "change of weights in skipped steps; infinite if a wrong step was skipped or taken"),
         "clipped gradients": (SAME_ARITHMETIC, of_type("epsilons", dtype_of(strategy)), ""),
-        "weights": (1.0, LAST_PLACE, f"a step taken, of {found.taken}"),
+        "weights": (1.0, LAST_PLACE, f"per step, of {found.steps_taken} steps"),
     }
-    for check, (tolerance, unit, detail) in told.items():
+    for check, (tolerance, unit, detail) in details.items():
         lab.check(check, found.seen.found[check].value, tolerance, name, detail, unit=unit)
 
 
@@ -301,24 +305,24 @@ def overflow(strategy: Replica, kind: str, parts: list[Microbatch], *, mine: boo
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Return the checks: bytes of all variants, the formats' tolerances, and the effects of overflows."""
-    in_16_bits, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
-    exact = [name for name in in_16_bits if name != "fp16"]
+    half_names, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
+    exact = [name for name in half_names if name != "fp16"]
     masters, gradients = "test_masters_that_go_wrong_fail_the_run", "test_gradients_that_are_wrong_fail_the_run"
     return (
-        *measured(mode, config, not_compared=in_16_bits),
+        *measured(mode, config, not_compared=half_names),
         Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand),
         Claims(("replicas",), mode.by_hand, when=proof),
-        Claims(("gradients",), in_16_bits, one=True, times=STEPS, when=proof, fails_in=gradients),
+        Claims(("gradients",), half_names, one=True, times=STEPS, when=proof, fails_in=gradients),
         Claims(("float64 gradients",), exact, one=True, times=STEPS, when=proof, fails_in=gradients),
         Claims(
             ("given",),
-            in_16_bits,
+            half_names,
             times=STEPS,
             when=proof and not clips,
             fails_in="test_a_scale_that_stays_in_gradients_fails_the_run",
         ),
-        Claims(("clipped gradients",), in_16_bits, times=STEPS, when=proof and clips),
-        Claims(("update",), in_16_bits, times=STEPS, when=proof, fails_in=masters),
+        Claims(("clipped gradients",), half_names, times=STEPS, when=proof and clips),
+        Claims(("update",), half_names, times=STEPS, when=proof, fails_in=masters),
         Claims(("unscaled",), SCALED, when=proof, fails_in=gradients),
         Claims(("loss scale",), SCALED, when=proof, fails_in="test_a_scale_that_breaks_the_rule_fails_the_run"),
         Claims(("skipped",), SCALED, when=proof, fails_in="test_a_step_that_should_be_skipped_fails_the_run"),

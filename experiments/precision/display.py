@@ -26,7 +26,7 @@ from distlab.techniques.precision import Masters
 class TrainingTrace:
     """Records of one variant's training: a value per step, over all P elements."""
 
-    shares: list[float | None] = field(default_factory=list)  # of the loss, this rank's
+    loss_parts: list[float | None] = field(default_factory=list)  # of the loss, this rank's
     losses: list[float] = field(default_factory=list)  # of the batch, on rank 0
     scales: list[float] = field(default_factory=list)
     overflowed: list[int] = field(default_factory=list)  # elements of the gradient that are inf or NaN
@@ -39,31 +39,31 @@ class TrainingTrace:
 
 def observe(lab: Lab, name: str, build: Build) -> TrainingTrace:
     """Train LAB_STEPS steps, and record the losses of precision."""
-    batches, seen = lab.batches(torch.float32), TrainingTrace()
+    batches, trace = lab.batches(torch.float32), TrainingTrace()
     strategy = build(lab.model(torch.float32), lab.mesh, lab.config)
     assert isinstance(strategy, Replica)
     exact = exact_replica(lab)
     for step in range(lab.config.steps):
         lab.at(step, f"{name} observed")
         parts = lab.microbatches(batches, step)
-        seen.scales.append(strategy.scale)
-        seen.shares.append(strategy.backward(parts).item())
+        trace.scales.append(strategy.scale)
+        trace.loss_parts.append(strategy.backward(parts).item())
         gradient = gradient_of(strategy)
-        seen.overflowed.append(int((~gradient.isfinite()).sum()))
+        trace.overflowed.append(int((~gradient.isfinite()).sum()))
         if step in (0, lab.config.steps - 1):
             lost = (gradient == 0) & (gradient_at(strategy, exact, parts) != 0)
-            seen.underflowed.append(math.nan if seen.overflowed[-1] else lost.double().mean().item())
-        before = flat(remembered(strategy))
+            trace.underflowed.append(math.nan if trace.overflowed[-1] else lost.double().mean().item())
+        before = flat(stepped_weights(strategy))
         strategy.update()
-        if strategy.scale < seen.scales[-1]:
-            seen.skipped += 1
-        elif not seen.overflowed[-1]:
+        if strategy.scale < trace.scales[-1]:
+            trace.skipped += 1
+        elif not trace.overflowed[-1]:
             moved = gradient != 0
-            unmoved = (flat(remembered(strategy)) == before) & moved
-            seen.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
+            unmoved = (flat(stepped_weights(strategy)) == before) & moved
+            trace.vanished.append((unmoved.sum() / moved.sum().clamp(min=1)).item())
         lab.work.advance()
-    seen.losses = summed_losses(lab, seen.shares)
-    return seen
+    trace.losses = summed_losses(lab, trace.loss_parts)
+    return trace
 
 
 def exact_replica(lab: Lab) -> Replica:
@@ -74,8 +74,8 @@ def exact_replica(lab: Lab) -> Replica:
 
 @torch.no_grad()
 def copy_weights(source: Replica, target: Replica) -> None:
-    for theirs, ours in zip(source.model.parameters(), target.model.parameters(), strict=True):
-        ours.copy_(theirs)
+    for source_weight, target_weight in zip(source.model.parameters(), target.model.parameters(), strict=True):
+        target_weight.copy_(source_weight)
 
 
 def gradient_at(strategy: Replica, exact: Replica, parts: list[Microbatch]) -> Tensor:
@@ -89,7 +89,7 @@ def gradient_of(replica: Replica) -> Tensor:
     return flat(parameter.grad for parameter in replica.model.parameters())
 
 
-def remembered(replica: Replica) -> list[nn.Parameter]:
+def stepped_weights(replica: Replica) -> list[nn.Parameter]:
     """Return the weights that the next update changes: permanent masters, or the computing weights."""
     masters: Masters | None = getattr(replica, "masters", None)
     return masters.parameters if masters and masters.persistent else list(replica.model.parameters())
@@ -100,20 +100,28 @@ def flat(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors if tensor is not None])
 
 
-def show_seen(lab: Lab, seen: dict[str, TrainingTrace]) -> None:
+def show_traces(lab: Lab, traces: dict[str, TrainingTrace]) -> None:
     if lab.rank != 0:
         return
-    columns = ["variant", "underflow, first step", "last step", "inf or NaN", "skipped", "scale", "updates that vanish"]
+    columns = [
+        "variant",
+        "underflow, first step",
+        "last step",
+        "inf or NaN",
+        "skipped",
+        "scale",
+        "updates without effect",
+    ]
     rows = [
         [
             name, *(percent(share) for share in (each.underflowed[0], each.underflowed[-1])),
             f"{sum(each.overflowed)} in {sum(map(bool, each.overflowed))} steps", each.skipped, f"{each.scales[-1]:g}",
             percent(fmean(each.vanished)) if each.vanished else "-", each.losses[0], each.losses[-1],
         ]
-        for name, each in seen.items()
+        for name, each in traces.items()
     ]  # fmt: skip
     lab.table(
-        f"What {lab.config.steps} steps lost: share of gradients that are zero and should not be, of updates that are",
+        f"What {lab.config.steps} steps lost: share of gradients that underflow to zero, and of updates without effect",
         [*columns, "first loss", "last loss"],
         rows,
     )

@@ -51,7 +51,7 @@ def step(
     (loss * scale.value).backward()
     for weight in masters.computing:
         dist.all_reduce(weight.grad, group=group)
-    overflowed = not all(weight.grad.isfinite().all() for weight in masters.computing)  # alike on all ranks: of a sum
+    overflowed = not all(weight.grad.isfinite().all() for weight in masters.computing)  # equal on all ranks
     if not overflowed:
         masters.deliver(scale.value)
         for master in masters.parameters:

@@ -8,7 +8,7 @@ from distlab.lab.measure.prediction import PYTORCHS, Prediction, of_a_step
 from distlab.lab.workload.data import Microbatch
 from distlab.lab.workload.model import outline
 from distlab.techniques.data_parallel.costs import gradients_cost
-from distlab.techniques.sharded import costs as persistent
+from distlab.techniques.sharded import costs as sharded_costs
 from distlab.techniques.sharded.costs import rest_bytes
 
 NAMES = ("bf16", "fp16", "fp32", "fp16_scaled", "bf16_master", "autocast", "plain")
@@ -19,8 +19,8 @@ STEPPED_IN_FLOAT32 = (*SCALED, "bf16_master")
 def refuse(config: Config) -> list[str]:
     if config.dtype == "float32":
         return untrainable(config)
-    chosen = f"LAB_DTYPE={config.dtype!r} is what the variants of precision choose, allowed: float32"
-    return [*untrainable(config), chosen]
+    refusal = f"LAB_DTYPE={config.dtype!r} is set by the variants of precision themselves, allowed: float32"
+    return [*untrainable(config), refusal]
 
 
 def predict(config: Config) -> list[Prediction]:
@@ -40,9 +40,9 @@ def at_rest(config: Config, name: str) -> Prediction:
         0, total, total, masters=name in STEPPED_IN_FLOAT32, itemsize=format_of(name).itemsize,
         moments=2 * (tensors > 0), num_tensors=tensors,
     )  # fmt: skip
-    held = sum(classes.values()) - (4 * total if name == "fp16_scaled" else 0)
-    formula = f"{round((held - 4 * tensors) / total)} x P"
-    return persistent.at_rest(name, config, formula, [held], PYTORCHS * (name == "autocast"), format_of(name))
+    nbytes = sum(classes.values()) - (4 * total if name == "fp16_scaled" else 0)
+    formula = f"{round((nbytes - 4 * tensors) / total)} x P"
+    return sharded_costs.at_rest(name, config, formula, [nbytes], PYTORCHS * (name == "autocast"), format_of(name))
 
 
 def format_of(name: str) -> torch.dtype:

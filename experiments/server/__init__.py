@@ -1,10 +1,10 @@
 """The parameter server and its successors: weights on one rank, and workers that may run out of step.
 
 Before the ring there was the parameter server (Dean et al. 2012; Li et al. 2014): workers send gradients, the server
-steps, they fetch weights. With all workers in step it computes what one process does, limited by the server's link. Out
-of step nobody waits: a slow or dead worker costs only its own share. The price is gradients of weights that others have
-changed meanwhile. Alternatively workers train independently for H steps, and then one all_reduce averages their
-weights: a hundredth of the bytes.
+steps, they fetch weights. With all workers in step it computes what one process does, limited by the server's link.
+Asynchronously nobody waits: a slow or dead worker costs only its own steps. The price is stale gradients: other workers
+have changed the weights meanwhile. Alternatively workers train independently for H steps, and then one all_reduce
+averages their weights: a hundredth of the bytes.
 
   predicted   bytes sent per step: a worker S, rank 0 (N-1)·S, and it receives as much; an all_reduce 2(N-1)/N·S per
               rank; if only every H-th step sends: /H
@@ -70,7 +70,7 @@ def dp(model: Model, mesh: Mesh, config: Config) -> Strategy:
 def sync(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """Sums and counts to rank 0, weights back."""
     draw_and_broadcast(model, mesh.group, config)
-    return Served(model, mesh.group, config)
+    return ServerReplica(model, mesh.group, config)
 
 
 class LocalGradients:
@@ -89,7 +89,7 @@ class LocalGradients:
         """Do nothing: gradients stay local."""
 
 
-class Served(Replica):
+class ServerReplica(Replica):
     """A worker's replica, and on rank 0 also the server.
 
     It adds in rank order, not in order of arrival, since a sum of floats depends on the order.
@@ -116,13 +116,13 @@ class Served(Replica):
     def collect(self, count: Tensor) -> None:
         """Add all sums and counts on the server, and divide once."""
         tag, gradients = self.peers.new_tag(), self.vectors.gradients
-        theirs, arrived = torch.empty_like(count), torch.empty_like(gradients)
+        received_count, received_gradients = torch.empty_like(count), torch.empty_like(gradients)
         for worker in range(1, self.peers.world_size):
-            received, _ = self.peers.post(tag, receives=[(worker, theirs), (worker, arrived)])
+            received, _ = self.peers.post(tag, receives=[(worker, received_count), (worker, received_gradients)])
             for message in received:
                 message.wait()
-            count += theirs
-            gradients += arrived
+            count += received_count
+            gradients += received_gradients
         gradients /= count
 
     def update(self) -> None:
@@ -150,10 +150,10 @@ class Served(Replica):
 def plain(model: Model, mesh: Mesh, config: Config) -> Strategy:
     """The lesson on one page: sync with blocking messages."""
     draw_and_broadcast(model, mesh.group, config)
-    return OnePage(model, mesh.group, config)
+    return LessonReplica(model, mesh.group, config)
 
 
-class OnePage(Served):
+class LessonReplica(ServerReplica):
     """The lesson's messages with the same passes."""
 
     def send(self, count: Tensor) -> None:
@@ -218,16 +218,16 @@ def run(lab: Lab, rules: type[ParameterServer] = ParameterServer, worker: type[W
     show_bytes(lab)
     if lab.config.proof:
         check_samples(lab)
-    rounds = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
-    proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds.items()}
+    rounds_by_name = {"local_sgd": Rounds(local_steps, *AVERAGE), "diloco": Rounds(local_steps, *DILOCO)}
+    proofs = {name: partial(prove_rounds, lab, each) for name, each in rounds_by_name.items()}
     # In the middle of a round each worker has different weights; check_timed checks the losses.
     together = Held(why="compared with all workers in one process", replicas=lab.config.steps % local_steps == 0)
     measured = measure(
         lab,
         also=partial(check_replicas, lab),
         proofs=proofs,
-        references=dict.fromkeys(rounds, together),
-        timed=partial(check_timed, lab, rounds),
+        references=dict.fromkeys(rounds_by_name, together),
+        timed=partial(check_timed, lab, rounds_by_name),
     )
     lab.compare_predictions(predictions, measured)
     asynchronous.run(lab, rules, worker)
@@ -243,7 +243,7 @@ MODE = Mode(
         Variant("plain", plain, by_name=True, like="sync"),
     ),
     gone={"ssp": "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"},
-    headline=("sync", "give rank 0 my gradient, and take its new weights"),
+    headline=("sync", "send my gradient to rank 0, and receive the new weights"),
     run=run,
     claims=claims,
     options=Options,
@@ -256,14 +256,13 @@ MODE = Mode(
         "pushed_n_times": ("(parameter.grad for", "(group.size() * parameter.grad for"),
         "never_fetched": ("dist.recv(weights,", "dist.recv(torch.empty_like(weights),"),
     },
-    unsaved="makes none, since out of step there is no step at which all workers hold the same state",
+    unsaved="makes none, since asynchronous workers have no common state at any step",
     reading=(
         "experiments/server/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/server/__init__.py: in step by all_reduce and by a server, in rounds, and what a run checks",
+        "experiments/server/__init__.py: the synchronous variants, those in rounds, and what a run checks",
         "distlab/techniques/data_parallel/strategy.py: the loop that the variants in step and in rounds share",
         "distlab/techniques/parameter_server/local_sgd.py: the outer step of a round, local_sgd's and diloco's",
-        "distlab/techniques/parameter_server/server.py: the rules of who may go on, and a worker of downpour, which"
-        " does",
-        "experiments/server/checks.py: one process that computes what a worker should",
+        "distlab/techniques/parameter_server/server.py: which worker may start its next step, and a worker of downpour",
+        "experiments/server/checks.py: one process that computes the expected pushes and weights",
     ),
 )

@@ -87,7 +87,9 @@ def open_links(lab: Lab) -> dict[int, Link]:
     return {worker: Link(store, at_server=at_server, timeout_s=timeout_s) for worker, store in stores.items()}
 
 
-def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], make_worker: type[Worker]) -> Finished:
+def run_freely(
+    lab: Lab, links: dict[int, Link], rules_class: type[ParameterServer], make_worker: type[Worker]
+) -> Finished:
     """Run in order of arrival; the records of all ranks are gathered on rank 0."""
     config, dtype = lab.config, getattr(torch, lab.config.dtype)
     lab.at(0, DOWNPOUR)
@@ -99,8 +101,8 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
         lab.work.reach(sum(recorder.finished.values()))
 
     worker = make_worker(lab.model(dtype), config, lab.batches(dtype), lab.rank, config.learning_rate, on_step=on_step)
-    rules, client, threads = open_server(lab, links, kind, recorder, worker)
-    lab.say(f"{lab.world_size * config.steps} steps in whatever order they come; workers: {len(workers)}", DOWNPOUR)
+    rules, client, threads = open_server(lab, links, rules_class, recorder, worker)
+    lab.say(f"{lab.world_size * config.steps} steps in order of arrival; workers: {len(workers)}", DOWNPOUR)
     with (
         lab.work.of(lab.world_size * config.steps, "steps of all workers"),
         lab.count(calls=False) as traffic,
@@ -112,8 +114,8 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
             threads.join()
     lab.stepped()
     report = Report(len(worker.samples), worker.steps, digest_of([worker.vectors.weights]))
-    everyone = lab.exchange.everyone(f"reports of {DOWNPOUR}", asdict(report))
-    reports = {rank: Report(**of_rank) for rank, of_rank in enumerate(everyone) if of_rank is not None}
+    reports_by_rank = lab.exchange.everyone(f"reports of {DOWNPOUR}", asdict(report))
+    reports = {rank: Report(**fields) for rank, fields in enumerate(reports_by_rank) if fields is not None}
     if traffic.wire_error is None:
         compare_bytes(lab, reports, traffic.wire_bytes)
     seen = audit(recorder.seen, workers)
@@ -124,15 +126,16 @@ def run_freely(lab: Lab, links: dict[int, Link], kind: type[ParameterServer], ma
 def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
     """Log on each worker the versions of the weights that it used, and how stale its updates were."""
     by_worker = {str(worker): pairs for worker, pairs in seen.versions.items()}
-    own = lab.exchange.share(f"versions of {DOWNPOUR}", by_worker).get(str(lab.rank), [])
-    first = ", ".join(f"{taken} to {pushed}" for taken, pushed in own[:6]) + (
-        f" and {len(own) - 6} more" if len(own) > 6 else ""
+    pairs_here = lab.exchange.share(f"versions of {DOWNPOUR}", by_worker).get(str(lab.rank), [])
+    first = ", ".join(f"{fetched} to {pushed}" for fetched, pushed in pairs_here[:6]) + (
+        f" and {len(pairs_here) - 6} more" if len(pairs_here) > 6 else ""
     )
-    stale = [pushed - taken for taken, pushed in own] or [0]
+    stale = [pushed - fetched for fetched, pushed in pairs_here] or [0]
     lab.note(
         "versions",
-        f"in {DOWNPOUR} I made {report.pushes} gradients of {report.steps} steps; each was made on one version of the"
-        f" weights and added to another: {first}; {fmean(stale):.2f} versions late in the mean, {max(stale)} at most",
+        f"in {DOWNPOUR} I pushed {report.pushes} gradients of {report.steps} steps; each was computed at one version"
+        f" of the weights and added to another: {first}; {fmean(stale):.2f} versions late on average, at most"
+        f" {max(stale)}",
     )
 
 
@@ -150,12 +153,12 @@ def compare_bytes(lab: Lab, reports: Mapping[int, Report], wire_bytes: float) ->
 
 
 def open_server(
-    lab: Lab, links: dict[int, Link], kind: type[ParameterServer], recorder: Recorder, worker: Worker
+    lab: Lab, links: dict[int, Link], rules_class: type[ParameterServer], recorder: Recorder, worker: Worker
 ) -> tuple[ParameterServer, Client, Threads | None]:
     """Return the rules and this rank's client; on rank 0 also the server, which is notified of workers that leave."""
     config, weights, workers = lab.config, worker.vectors.weights, list(recorder.finished)
     budget, start = lab.world_size * config.steps, weights.cpu().clone()
-    rules = kind(start, workers, lr=config.learning_rate, budget=budget, staleness=config.own(Options).staleness)
+    rules = rules_class(start, workers, lr=config.learning_rate, budget=budget, staleness=config.own(Options).staleness)
     server = Server(rules, config.collective_timeout_s, recorder)
     lab.hooks.let_leave(server.leave)
     if lab.rank > 0:
@@ -168,35 +171,35 @@ def open_server(
 # --- checks for any order ---
 
 
-def check_run(lab: Lab, run: Finished, kind: type[ParameterServer]) -> None:
-    """Check a real run by its events and its remaining workers, and test its rules, of `kind`."""
+def check_run(lab: Lab, run: Finished, rules_class: type[ParameterServer]) -> None:
+    """Check a real run by its events and its remaining workers, and test its rules, of `rules_class`."""
 
-    def hold(check: str, wrong: int, detail: str) -> None:
-        lab.check(check, wrong, 0, DOWNPOUR, detail)
+    def check(name: str, wrong: int, detail: str) -> None:
+        lab.check(name, wrong, 0, DOWNPOUR, detail)
 
     seen, bound, budget = run.audit, lab.config.own(Options).staleness, lab.world_size * lab.config.steps
     if bound is not None:
-        detail = "finished steps that a worker was ahead of the slowest when it started one, at most"
+        detail = "largest lead over the slowest worker at the start of a step, in finished steps"
         lab.check("staleness", seen.lead, bound, DOWNPOUR, detail)
-    hold(
-        "who may start", misjudged(kind, lab.world_size, bound, lab.config.seed),
-        f"{RULE_EVENTS} drawn events: workers that the server lets start and the bound does not, or the other way",
+    check(
+        "who may start", count_wrong_starts(rules_class, lab.world_size, bound, lab.config.seed),
+        f"starts in {RULE_EVENTS} random events on which the server and the bound disagree",
     )  # fmt: skip
-    hold(
+    check(
         "budget", abs(seen.granted - budget),
-        f"{seen.granted} steps were granted, of {budget} that all workers have together",
+        f"{seen.granted} steps were granted, the budget of all workers is {budget}",
     )  # fmt: skip
-    hold(
-        "updates", miscounted(seen, run.reports),
-        f"{len(seen.staleness)} applied; difference: those of workers still here that did not count exactly once",
+    check(
+        "updates", count_wrong_updates(seen, run.reports),
+        f"{len(seen.staleness)} applied; difference: those of remaining workers that did not count exactly once",
     )  # fmt: skip
-    hold(
+    check(
         "final weights", sum(report.weights != digest_of([run.weights]) for report in run.reports.values()),
-        "ranks that ended with other weights than the server",
+        "ranks whose final weights differ from the server's",
     )  # fmt: skip
 
 
-def miscounted(seen: Audit, reports: Mapping[int, Report]) -> int:
+def count_wrong_updates(seen: Audit, reports: Mapping[int, Report]) -> int:
     """Count updates not applied exactly once and in order, and missing steps."""
     wrong = seen.wrong_numbers
     for rank, report in reports.items():
@@ -204,13 +207,13 @@ def miscounted(seen: Audit, reports: Mapping[int, Report]) -> int:
     return wrong
 
 
-def misjudged(kind: type[ParameterServer], workers: int, staleness: int | None, seed: int) -> int:
-    """Count how often rules of `kind` and the bound disagree about a start, over events drawn by `seed`.
+def count_wrong_starts(rules_class: type[ParameterServer], workers: int, staleness: int | None, seed: int) -> int:
+    """Count how often rules of `rules_class` and the bound disagree about a start, over events drawn by `seed`.
 
     A worker that has finished c steps may start another if the slowest has finished at least c - staleness (Ho et al.
     2013, section 2). The last worker is slow, and leaves halfway.
     """
-    rules = kind(torch.zeros(1), range(workers), lr=0.0, budget=2 * RULE_EVENTS, staleness=staleness)
+    rules = rules_class(torch.zeros(1), range(workers), lr=0.0, budget=2 * RULE_EVENTS, staleness=staleness)
     draw, clocks, busy, wrong = random.Random(seed), dict.fromkeys(range(workers), 0), set[int](), 0
     for event in range(RULE_EVENTS):
         if event == RULE_EVENTS // 2 and workers > 1:
@@ -233,13 +236,13 @@ def misjudged(kind: type[ParameterServer], workers: int, staleness: int | None, 
 
 def show_run(lab: Lab, run: Finished) -> None:
     """Show the server's record by worker, and the loss by samples applied."""
-    steps = ", ".join(str(sum(of_worker)) for of_worker in run.audit.steps.values())
+    steps = ", ".join(str(sum(worker_steps)) for worker_steps in run.audit.steps.values())
     stale = run.audit.staleness
     mean = f"{fmean(stale or [0]):.2f}"
     columns = ["", "steps by worker", "updates", "mean staleness", "largest", "largest lead in steps"]
     rows = [[DOWNPOUR, steps, len(stale), mean, max(stale, default=0), run.audit.lead]]
-    lab.table("What the server saw: staleness is the updates of others between a fetch and its push", columns, rows)
-    title = "Loss of the asynchronous run, at the weights that each worker had"
+    lab.table("The server's record; staleness: updates of other workers between a fetch and its push", columns, rows)
+    title = "Loss of the asynchronous run, at each worker's weights"
     lab.chart(title, "updates applied", "loss", {DOWNPOUR: smoothed(run.seen, lab.world_size)})
     lab.say(f"steps by worker: {steps}; mean staleness {mean}", "result", at="normal")
 

@@ -15,8 +15,8 @@ from .options import Options
 from .predictions import DOWNPOUR, ROUNDS
 
 mistake = Mistakes()
-of_a_worker = partial(mistake, part="worker", needs=Needs(variants=(DOWNPOUR,)))
-of_diloco = partial(mistake, check="weights at H = 1", part="OuterStep", of=("diloco",), needs=Needs(ranks=1))
+wrong_worker = partial(mistake, part="worker", needs=Needs(variants=(DOWNPOUR,)))
+wrong_diloco = partial(mistake, check="weights at H = 1", part="OuterStep", of=("diloco",), needs=Needs(ranks=1))
 
 
 # --- settings that hide a bug ---
@@ -28,14 +28,16 @@ def too_few_steps(config: Config) -> str:
     if own.staleness is None:
         return "LAB_STALENESS unset: nobody is bound"
     least = own.staleness + 1 + own.local_steps
-    too_far = f"LAB_STEPS={config.steps}: to be too far ahead takes LAB_STALENESS + 1 + LAB_LOCAL_STEPS = {least}"
+    too_far = (
+        f"LAB_STEPS={config.steps}: to get too far ahead takes LAB_STALENESS + 1 + LAB_LOCAL_STEPS = {least} steps"
+    )
     return too_far if config.steps < least else ""
 
 
-def all_alike(config: Config) -> str:
+def equal_shards(config: Config) -> str:
     """Shards of one sample each cannot be uneven; those of a proof are uneven if possible."""
-    alike = config.batch <= config.world_size
-    return f"LAB_BATCH={config.batch}: every worker has one sample, and all weigh the same" if alike else ""
+    single_samples = config.batch <= config.world_size
+    return f"LAB_BATCH={config.batch}: every worker has one sample, so all have equal weight" if single_samples else ""
 
 
 # --- the bugs ---
@@ -67,7 +69,7 @@ class Forgetful(ParameterServer):
         super().push(worker, number, torch.zeros_like(update) if number % 2 else update)
 
 
-@of_a_worker("one_shard", check="samples")
+@wrong_worker("one_shard", check="samples")
 class OneShard(Worker):
     """Every worker trains on worker 0's samples: the others' are never seen."""
 
@@ -78,8 +80,8 @@ class OneShard(Worker):
         return loss
 
 
-@of_a_worker("pushed_n_times", check="gradients")
-class Repeating(Worker):
+@wrong_worker("pushed_n_times", check="gradients")
+class PushesNTimes(Worker):
     """Each worker pushes its gradient N times: the run takes N times the learning rate."""
 
     def accumulate(self, update: Tensor, steps: int) -> float:
@@ -88,8 +90,8 @@ class Repeating(Worker):
         return loss
 
 
-@of_a_worker("never_fetched", check="losses")
-class Unheard(Worker):
+@wrong_worker("never_fetched", check="losses")
+class IgnoresFetch(Worker):
     """A worker continues from its own weights and ignores those that it fetched."""
 
     def fetch(self, client: Client, most: int) -> int:
@@ -105,7 +107,7 @@ class Unaveraged(OuterStep):
         moved.mul_(dist.get_world_size(self.group))
 
 
-@mistake("mean_of_workers", check="weights at H = 1", part="OuterStep", of=ROUNDS, needs=Needs(unless=all_alike))
+@mistake("mean_of_workers", check="weights at H = 1", part="OuterStep", of=ROUNDS, needs=Needs(unless=equal_shards))
 class Unweighted(OuterStep):
     """A round averages over workers, not over samples: a worker with few samples counts as much as any."""
 
@@ -113,8 +115,8 @@ class Unweighted(OuterStep):
         super().step(1 / dist.get_world_size(self.group))
 
 
-@of_diloco("momentum_forgotten")
-class Memoryless(OuterStep):
+@wrong_diloco("momentum_forgotten")
+class ForgetsMomentum(OuterStep):
     """DiLoCo's outer momentum restarts every round."""
 
     def step(self, share: float) -> None:
@@ -123,7 +125,7 @@ class Memoryless(OuterStep):
         super().step(share)
 
 
-@of_diloco("no_nesterov")
+@wrong_diloco("no_nesterov")
 class HeavyBall(OuterStep):
     """DiLoCo's outer step is plain momentum, without Nesterov's look-ahead."""
 

@@ -59,7 +59,7 @@ from .predictions import DOWNPOUR, MOST_PROVEN
 # values (Douillard et al. 2023, section 3.1). Repeated here, since the proof takes the variants' own numbers.
 PUBLISHED = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 PUSHES = 2  # per worker in the drawn order, on average
-MOST_AT_ONCE = 4  # steps between a fetch and its push in that order
+MAX_STEPS_PER_PUSH = 4  # steps between a fetch and its push in that order
 
 
 class Workers(OneProcess):
@@ -118,16 +118,16 @@ def audit(seen: Iterable[Event], workers: Iterable[int]) -> Audit:
     steps: dict[int, list[int]] = {worker: [] for worker in clocks}
     staleness: list[int] = []
     versions: dict[int, list[tuple[int, int]]] = {worker: [] for worker in clocks}
-    lead, granted, wrong_numbers, taken_at = 0, 0, 0, {}
+    lead, granted, wrong_numbers, fetched_at = 0, 0, 0, {}
     for event in seen:
         worker = event.worker
         if event.kind == START:
             lead = max(lead, clocks[worker] - min(clocks.values()))
-            taken_at[worker] = len(staleness)
+            fetched_at[worker] = len(staleness)
             granted += event.steps
         elif event.kind == PUSH:
-            versions[worker].append((taken_at[worker], len(staleness)))
-            staleness.append(len(staleness) - taken_at[worker])
+            versions[worker].append((fetched_at[worker], len(staleness)))
+            staleness.append(len(staleness) - fetched_at[worker])
             steps[worker].append(event.steps)
             wrong_numbers += event.number != len(steps[worker])
             clocks[worker] += event.steps
@@ -168,7 +168,7 @@ def prove_asynchronous(
     """Run in a drawn order under rules of `kind`, with one process on rank 0 that follows it."""
     name, own = DOWNPOUR, lab.config.own(Options)
     lab.at(0, f"proof of {name}")
-    most = min(own.local_steps, MOST_AT_ONCE)
+    most = min(own.local_steps, MAX_STEPS_PER_PUSH)
     budget, ranks = PUSHES * most * lab.world_size, range(lab.world_size)
     rules = ParameterServer(torch.zeros(1), ranks, lr=0.0, budget=budget, staleness=own.staleness)
     order = draw_order(lab.config.seed, rules, most)
@@ -178,8 +178,8 @@ def prove_asynchronous(
     if lab.rank == 0:
         start = worker.vectors.weights.cpu()
         replay = Replay(Workers(model_of(lab, config), config, batches), start, lab.world_size)
-        in_order = type("InOrder", (Ordered, kind), {})
-        ordered = in_order(order, start.clone(), ranks, lr=LEARNING_RATE, budget=budget)
+        ordered_rules = type("InOrder", (Ordered, kind), {})
+        ordered = ordered_rules(order, start.clone(), ranks, lr=LEARNING_RATE, budget=budget)
         server = Server(ordered, lab.config.collective_timeout_s, replay)
         threads = Threads(server, links)
         client = Local(server, 0)
@@ -193,7 +193,7 @@ def prove_asynchronous(
         for check, off in differences(replay, ordered.weights, samples).items():
             lab.check(check, off, 0 if check == "samples" else TOLERANCE, name)
         wrong = misordered(replay.seen, order, lab.world_size, own.staleness)
-        detail = f"{len(order)} events; difference: those that came elsewhere than drawn, or before the bound allows"
+        detail = f"{len(order)} events; difference: those in another place than drawn, or before the bound allows"
         lab.check("order of events", wrong, 0, name, detail)
     lab.exchange.barrier(f"proof of {name}")
 
@@ -201,24 +201,24 @@ def prove_asynchronous(
 def differences(replay: Replay, weights: Tensor, samples: list[list[str]]) -> dict[str, float]:
     """Return the differences between the run and the process, by check; `weights` are the server's final ones,
     `samples` the digests of each rank's pushes."""
-    dealt = 0
+    wrong_samples = 0
     for rank, steps in audit(replay.seen, range(len(samples))).steps.items():
         wanted = [replay.one.digest(sum(steps[:index]), number, rank) for index, number in enumerate(steps)]
-        dealt += apart(wanted, samples[rank])
+        wrong_samples += count_differences(wanted, samples[rank])
     off = largest_difference(weights, replay.weights)
-    return {"losses": replay.losses, "gradients": replay.gradients, "weights": off, "samples": dealt}
+    return {"losses": replay.losses, "gradients": replay.gradients, "weights": off, "samples": wrong_samples}
 
 
 def misordered(seen: list[Event], order: list[tuple[str, int]], workers: int, staleness: int | None) -> int:
     """Count events in another place than in `order`, and steps by which a start exceeded the staleness bound."""
     lead = audit(seen, range(workers)).lead
     beyond = 0 if staleness is None else max(0, lead - staleness)
-    return apart([(event.kind, event.worker) for event in seen], order) + beyond
+    return count_differences([(event.kind, event.worker) for event in seen], order) + beyond
 
 
-def apart(found: Sequence[object], wanted: Sequence[object]) -> int:
+def count_differences(found: Sequence[object], wanted: Sequence[object]) -> int:
     """Count the positions where two lists differ, and those that only one of them has."""
-    return sum(one != other for one, other in zip_longest(found, wanted))
+    return sum(own != other for own, other in zip_longest(found, wanted))
 
 
 # --- rounds ---
@@ -270,17 +270,17 @@ def check_against(
     lab.at(0, f"one process, beside {name}{when}")
     losses, weights = list[float](), torch.zeros(0)
     if lab.rank == 0:
-        dealt = config.model_copy(update={"world_size": workers})
-        losses, weights = in_one_process(Workers(model_of(lab, config), dealt, batches), rounds, steps)
+        config_of_workers = config.model_copy(update={"world_size": workers})
+        losses, weights = run_in_one_process(Workers(model_of(lab, config), config_of_workers, batches), rounds, steps)
     strategy = build(model_of(lab, config), lab.mesh, config)
-    shares: list[float | None] = []
+    losses_here: list[float | None] = []
     for step in range(steps):
         lab.at(step, f"proof of {name}{when}")
         share = strategy.backward(lab.microbatches(batches, step))
-        shares.append(None if share is None else share.item())
+        losses_here.append(None if share is None else share.item())
         strategy.update()
         lab.stepped()
-    found = summed_losses(lab, shares)
+    found = summed_losses(lab, losses_here)
     if lab.rank == 0:
         worst = max(abs(one - other) for one, other in zip(found, losses, strict=True))
         difference = largest_difference(parameters_to_vector(weight for _, weight in strategy.full("weights")), weights)
@@ -289,7 +289,7 @@ def check_against(
     check_replicas(lab, name, strategy)
 
 
-def in_one_process(one: Workers, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
+def run_in_one_process(one: Workers, rounds: Rounds, steps: int) -> tuple[list[float], Tensor]:
     """Run all workers of `one`, one after the other; return the batch's loss at each step, and the final weights [P].
 
     Rounds follow local SGD (Stich 2019, algorithm 1) and DiLoCo (Douillard et al. 2023, algorithm 1): every worker
@@ -327,12 +327,12 @@ def check_timed(lab: Lab, rounds: dict[str, Rounds]) -> None:
     for name in (name for name in rounds if name in found and config.proof):
         steps = min(config.steps, rounds[name].local_steps * (2 if rounds[name].momentum else 1) + 1)
         one = Workers(lab.model(dtype), config, lab.batches(dtype))
-        wanted, _ = in_one_process(one, rounds[name], steps)
+        wanted, _ = run_in_one_process(one, rounds[name], steps)
         worst = 0.0
         for own, other in zip(wanted, found[name], strict=False):
             worst = larger(worst, abs(own - other))
         tolerance = max(wanted) * loss_rounding(dtype, config, steps, config.batch * one.batches.samples.terms)
-        detail = f"steps 0 to {steps - 1} of {config.steps}, against {lab.world_size} workers in one process"
+        detail = f"steps 0 to {steps - 1} of {config.steps}, compared with {lab.world_size} workers in one process"
         lab.check("timed losses", worst, tolerance, name, detail)
     lab.exchange.barrier("rounds in one process")
 

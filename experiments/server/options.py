@@ -4,7 +4,7 @@ from distlab.lab.config.settings import Field, ModeOptions
 
 
 class Options(ModeOptions):
-    """How far apart workers may be."""
+    """The variables that only server has."""
 
     staleness: int | None = Field(
         None,
@@ -18,5 +18,5 @@ class Options(ModeOptions):
         alias="LAB_LOCAL_STEPS",
         ge=1,
         le=10_000,
-        description="steps on a worker's own weights before it sends something",
+        description="local steps of a worker between two messages",
     )

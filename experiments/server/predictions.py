@@ -24,16 +24,16 @@ MOST_PROVEN = 12  # local steps of a proven round: two rounds of them are run, f
 def refuse(config: Config) -> list[str]:
     refusals = untrainable(config)
     if config.gloo_on_gpus:
-        why = "LAB_BACKEND=gloo sends no weights that live on a GPU, and a server is sent them"
+        why = "LAB_BACKEND=gloo cannot send weights from a GPU, as a server does"
         refusals.append(f"{why}: set LAB_BACKEND=nccl, or leave LAB_DEVICE=cpu")
     return refusals
 
 
 def cannot(config: Config) -> dict[str, str]:
-    adam = "LAB_OPTIMIZER=adamw would divide each worker's push by its own size, as if it were the gradient of all"
-    clip = "LAB_CLIP bounds the norm of the gradient of all workers, which nobody ever holds"
-    found = "; ".join([adam] * (config.optimizer == "adamw") + [clip] * (config.clip is not None))
-    return ruled_out(((DOWNPOUR,), found, found))
+    adam = "LAB_OPTIMIZER=adamw would normalise each worker's push separately, as if it were the whole batch's gradient"
+    clip = "LAB_CLIP bounds the norm of the whole batch's gradient, which no rank ever has"
+    reasons = "; ".join([adam] * (config.optimizer == "adamw") + [clip] * (config.clip is not None))
+    return ruled_out(((DOWNPOUR,), reasons, reasons))
 
 
 def weight_bytes(config: Config) -> int:
@@ -45,7 +45,7 @@ def predict(config: Config) -> list[Prediction]:
     """Return each rank's bytes and calls per step; if asynchronous, for equal numbers of steps."""
     ranks, nbytes, h = config.world_size, weight_bytes(config), config.own(Options).local_steps
     averaged = Cost(averaging_bytes(ranks, nbytes, h), 1, gloo_all_reduce_messages(ranks, nbytes) / h)
-    served, seldom = ([server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)] for steps in (1, h))
+    served, every_h_steps = ([server_bytes(ranks, nbytes, rank, steps) for rank in range(ranks)] for steps in (1, h))
     counted = [
         Cost(sent + COUNT_BYTES * (rank > 0), 2, 2 if rank else 2 * ranks - 2) for rank, sent in enumerate(served)
     ]
@@ -53,7 +53,7 @@ def predict(config: Config) -> list[Prediction]:
         ("dp", "2(N-1)/N x S", [gradients_cost(config)] * ranks),
         ("sync", "S + 8 B, rank 0 (N-1) x S", counted),
         *((name, "2(N-1)/N x S / H", [averaged] * ranks) for name in ROUNDS),
-        (DOWNPOUR, "S / H, rank 0 (N-1) x S / H", [Cost(sent, 2) for sent in seldom]),
+        (DOWNPOUR, "S / H, rank 0 (N-1) x S / H", [Cost(sent, 2) for sent in every_h_steps]),
     ]
     return [
         each for name, formula, costs in rows if name not in cannot(config) for each in of_a_step(name, formula, costs)
@@ -66,40 +66,45 @@ def show_bytes(lab: Lab) -> None:
     size, ranks = nbytes / 1e6, lab.world_size
     ring = 2 * (ranks - 1) / ranks * size
     lab.say(
-        f"S = {size:.3g} MB: a worker sends S a step and rank 0 (N-1) x S = {(ranks - 1) * size:.3g} MB, as much comes "
-        f"in there; a ring sends 2(N-1)/N x S = {ring:.3g} MB a rank; every {h} steps, 1/{h} of it",
+        f"S = {size:.3g} MB: per step a worker sends S, rank 0 sends (N-1) x S = {(ranks - 1) * size:.3g} MB and"
+        f" receives as much; in a ring each rank sends 2(N-1)/N x S = {ring:.3g} MB; with a message every {h} steps"
+        f" 1/{h} of it",
         "predict",
     )
     rows: list[list[float]] = []
     for ranks in SHOWN_RANKS:
         server = 2 * server_bytes(ranks, nbytes, 0) / 1e6
-        ring, seldom = (2 * averaging_bytes(ranks, nbytes, steps) / 1e6 for steps in (1, h))
-        rows.append([ranks, server, ring, seldom, server / ring])
+        ring, every_h_steps = (2 * averaging_bytes(ranks, nbytes, steps) / 1e6 for steps in (1, h))
+        rows.append([ranks, server, ring, every_h_steps, server / ring])
     columns = ["ranks", "server (MB)", "ring (MB)", f"ring every {h} steps (MB)", "server / ring"]
-    lab.table("In and out of the busiest rank, a step, by formula", columns, rows)
+    lab.table("Bytes in and out of the busiest rank per step, by formula", columns, rows)
     x = [float(row[0]) for row in rows]
     names = ("server, in and out", "ring", f"ring every {h} steps")
     series = {name: [x, [row[index] for row in rows]] for index, name in enumerate(names, 1)}
-    lab.chart("In and out of the busiest rank, a step", "ranks", "MB", series, log_x=True, log_y=True)
+    lab.chart("Bytes in and out of the busiest rank per step", "ranks", "MB", series, log_x=True, log_y=True)
 
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Return the checks: bytes of synchronous variants, rounds compared with one process, and rules of downpour."""
     local_steps = config.own(Options).local_steps
-    out_of_step = "tests/experiments/test_server_asynchronous.py::"
-    in_step = [name for name in mode.by_hand if name not in ROUNDS]
+    asynchronous = "tests/experiments/test_server_asynchronous.py::"
+    synchronous = [name for name in mode.by_hand if name not in ROUNDS]
     lengths, tuned = sorted({1, min(local_steps, MOST_PROVEN)}), config.optimizer == "adamw" or config.clip is not None
-    at = [f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")]
+    of_lengths = [f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")]
     as_trained = [f"{kind} at H = {lengths[-1]} as trained" for kind in ("losses", "weights")]
     rounds = "test_a_wrong_mean_fails_losses_and_weights_at_every_h"
-    worker = f"{out_of_step}test_a_wrong_worker_fails_by_name"
+    worker = f"{asynchronous}test_a_wrong_worker_fails_by_name"
 
     def of_run(name: str, test: str) -> Claims:
-        return Claims((name,), (DOWNPOUR,), one=True, fails_in=f"{out_of_step}{test}")
+        return Claims((name,), (DOWNPOUR,), one=True, fails_in=f"{asynchronous}{test}")
 
     return (
         *measured(
-            mode, config, not_compared=ROUNDS, unequal=ROUNDS if config.steps % local_steps else (), replicated=in_step
+            mode,
+            config,
+            not_compared=ROUNDS,
+            unequal=ROUNDS if config.steps % local_steps else (),
+            replicated=synchronous,
         ),
         Claims(("called bytes", "wire bytes"), mode.by_hand),
         of_run("who may start", "test_the_rules_let_start_whom_the_bound_lets"),
@@ -109,9 +114,9 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("staleness",), (DOWNPOUR,), one=True, when=config.own(Options).staleness is not None),
         Claims((RUN_BYTES,), (DOWNPOUR,), fails_in="test_bytes_that_nobody_asked_for_fail_by_name"),
         Claims(("samples",), one=True, when=config.proof),
-        Claims(("replicas",), in_step, when=config.proof),
+        Claims(("replicas",), synchronous, when=config.proof),
         Claims(("replicas",), ROUNDS, times=len(lengths), when=config.proof),
-        Claims(at, ROUNDS, one=True, when=config.proof, fails_in=rounds),
+        Claims(of_lengths, ROUNDS, one=True, when=config.proof, fails_in=rounds),
         Claims(as_trained, ROUNDS, one=True, when=config.proof and tuned, fails_in=rounds),
         Claims(("timed losses",), ROUNDS, one=True, when=config.proof, fails_in=rounds),
         Claims(("outer step",), (), fails_in="test_an_outer_step_by_other_numbers_fails_the_run"),

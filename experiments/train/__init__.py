@@ -57,7 +57,7 @@ def pytorchs(rank: int, world_size: int) -> Sampler[Any]:
     return DistributedSampler(Numbers(), num_replicas=world_size, rank=rank, shuffle=True, seed=SEED)
 
 
-def on_one_page(rank: int, world_size: int) -> Sampler[Any]:
+def lesson_sampler(rank: int, world_size: int) -> Sampler[Any]:
     """Return the lesson's sampler, for LAB_VARIANT=plain."""
     return lesson.DistributedSampler(LENGTH, rank, world_size, SEED)  # type: ignore[return-value]
 
@@ -84,9 +84,9 @@ def predict(config: Config) -> list[Prediction]:
 def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = set_epoch) -> None:
     """Run the lesson's two epochs, then check all shards."""
     if "plain" in lab.config.variant and sampler_of is pytorchs:
-        sampler_of = on_one_page
+        sampler_of = lesson_sampler
     prediction = predict(lab.config)[0]
-    lab.say(f"two all_gathers send {prediction.formula} = {prediction.value[0]:g} B a rank", "predict")
+    lab.say(f"two all_gathers send {prediction.formula} = {prediction.value[0]:g} B per rank", "predict")
     sampler = sampler_of(lab.rank, lab.world_size)
     loader = DataLoader(Numbers(), batch_size=BATCH, sampler=sampler)
     epochs = []
@@ -98,9 +98,9 @@ def run(lab: Lab, sampler_of: MakeSampler = pytorchs, begin_epoch: BeginEpoch = 
             show(lab, epoch, batches[0])
             epochs.append([int(sample) for batch in batches for sample in batch])
     lab.compare_prediction(prediction, traffic.called_bytes)
-    everyone = lab.exchange.gather("shards", epochs)
-    if everyone is not None:
-        check(lab, everyone)
+    shards_by_rank = lab.exchange.gather("shards", epochs)
+    if shards_by_rank is not None:
+        check(lab, shards_by_rank)
 
 
 def show(lab: Lab, epoch: int, batch: Tensor) -> None:
@@ -113,8 +113,8 @@ def show(lab: Lab, epoch: int, batch: Tensor) -> None:
     wanted = [
         sample * (rank + 1) for rank in range(lab.world_size) for sample in by_hand(epoch, rank, lab.world_size)[:BATCH]
     ]
-    detail = "places that differ from rank + 1 times the samples of our own arithmetic"
-    lab.check("gathered", places_apart(gathered.tolist(), wanted), 0, detail=detail)
+    detail = "positions that differ from rank + 1 times the samples computed by hand"
+    lab.check("gathered", count_differences(gathered.tolist(), wanted), 0, detail=detail)
 
 
 def computed(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,35 +125,37 @@ def computed(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
     return result, torch.cat(gathered)
 
 
-def check(lab: Lab, everyone: list[list[list[int]]]) -> None:
+def check(lab: Lab, shards_by_rank: list[list[list[int]]]) -> None:
     """Check all shards; `everyone[rank][epoch]` lists the samples in the order in which the rank got them."""
     for epoch in range(EPOCHS):
-        shards = [of_rank[epoch] for of_rank in everyone]
-        wrong, twice = misdealt(shards)
-        names = f"dealt twice, so that shards are equally long: {shorten(twice)}" if twice else "no sample dealt twice"
+        shards = [shards_of_rank[epoch] for shards_of_rank in shards_by_rank]
+        wrong, twice = wrong_shards(shards)
+        names = f"used twice, so that shards are equally long: {shorten(twice)}" if twice else "no sample used twice"
         lab.say(f"epoch {epoch}, shards of {len(shards[0])}: {names}")
-        lab.check("shards", wrong, 0, detail=f"epoch {epoch}: samples left out, or dealt again without need; {names}")
+        lab.check(
+            "shards", wrong, 0, detail=f"epoch {epoch}: samples that are missing or repeated without need; {names}"
+        )
         hand = [by_hand(epoch, rank, lab.world_size) for rank in range(lab.world_size)]
-        detail = f"epoch {epoch}: places that differ from our own arithmetic"
-        lab.check("by hand", sum(map(places_apart, shards, hand)), 0, detail=detail)
-    first, second = everyone[0][:2]
-    same = len(first) - places_apart(first, second)
+        detail = f"epoch {epoch}: positions that differ from the shards computed by hand"
+        lab.check("by hand", sum(map(count_differences, shards, hand)), 0, detail=detail)
+    first, second = shards_by_rank[0][:2]
+    same = len(first) - count_differences(first, second)
     lab.check(
         "reshuffled",
         same / len(first),
         0.1,
-        detail=f"{same} of {len(first)} places hold the same sample in both epochs",
+        detail=f"{same} of {len(first)} positions have the same sample in both epochs",
     )
 
 
-def misdealt(shards: list[list[int]]) -> tuple[int, list[int]]:
+def wrong_shards(shards: list[list[int]]) -> tuple[int, list[int]]:
     """Return the samples that are missing or repeated more often than padding needs, and all repeated ones."""
     times = Counter(sample for shard in shards for sample in shard)
     surplus = times.total() - LENGTH - (-LENGTH % len(shards))
     return LENGTH - len(times) + abs(surplus), [sample for sample, count in times.items() if count > 1]
 
 
-def places_apart(one: list[int], other: list[int]) -> int:
+def count_differences(one: list[int], other: list[int]) -> int:
     """Return the number of positions where two lists differ."""
     return sum(a != b for a, b in zip_longest(one, other))
 
@@ -181,12 +183,12 @@ mistake = Mistakes()
 
 
 @mistake("no_set_epoch", check="reshuffled", part="begin_epoch", needs=Needs(ranks=1, proof=False))
-def untold(sampler: Any, epoch: int) -> None:
-    """The sampler never gets the epoch: every epoch has the same shards in the same order."""
+def epoch_not_set(sampler: Any, epoch: int) -> None:
+    """`set_epoch` is never called: every epoch has the same shards in the same order."""
 
 
 @mistake("no_sampler", check="shards", part="sampler_of", needs=Needs(proof=False))
-def unsampled(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same on every rank
+def whole_data_set(rank: int, world_size: int) -> Sampler[Any]:  # noqa: ARG001  the same on every rank
     """Every rank loads the whole data set: each sample is used N times per epoch."""
     return RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(SEED))
 
@@ -206,6 +208,6 @@ MODE = Mode(
     },
     reading=(
         "experiments/train/lesson.py: the idea on one page, which runs alone and as the variant `plain`",
-        "experiments/train/__init__.py: the sampler by hand and PyTorch's, two epochs, and what holds of all shards",
+        "experiments/train/__init__.py: the sampler by hand and PyTorch's, two epochs, and the checks of all shards",
     ),
 )

@@ -14,11 +14,11 @@ class DistributedSampler:
         self.length, self.rank, self.ranks, self.seed, self.epoch = length, rank, ranks, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """To be called before each epoch; otherwise all have the order of the first."""
+        """Call it before each epoch; otherwise all epochs have the order of the first."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-self.length // self.ranks)  # ceil(length / N): as many on each rank, or one would wait for a batch
+        return -(-self.length // self.ranks)  # ceil(length / N): equal on all ranks, or one would wait
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -28,7 +28,7 @@ class DistributedSampler:
 
 
 def demo(group: dist.ProcessGroup) -> float:
-    """100 samples, two epochs; how many are missing, or dealt once more without need, or all where they were before."""
+    """Shard 100 samples in two epochs; count missing and needlessly repeated ones, and all if the order repeats."""
     sampler, before = DistributedSampler(100, group.rank(), group.size(), seed=42), None
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -41,5 +41,5 @@ def demo(group: dist.ProcessGroup) -> float:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: the samples dealt differ from each once by {demo(dist.group.WORLD):.0f} at most")
+    print(f"rank {dist.get_rank()}: the samples used differ from each once by {demo(dist.group.WORLD):.0f} at most")
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.experiments import comm
 from distlab.experiments.comm import benchmark, checks
 from distlab.experiments.comm import primitives as gradients
-from distlab.experiments.comm.bugs import Like
+from distlab.experiments.comm.bugs import Wrapper
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.lab import RunHooks
 from distlab.lab.rank.preflight import refuse
@@ -125,10 +125,10 @@ def with_a_wrong_primitive(group: dist.ProcessGroup) -> set[str]:
 
     def gathered(rows: list[Tensor], x: Tensor, **how: Any) -> None:
         last = rows[-1].clone()
-        right(rows, x, **how)
+        correct(rows, x, **how)
         rows[-1].copy_(last)
 
-    right = dist.all_gather
+    correct = dist.all_gather
     with patch.object(dist, "all_gather", gathered), patch.object(Collective, "all_gather", lambda *_: None):
         return lesson(group, None)[1]
 
@@ -153,15 +153,15 @@ def test_a_gather_that_autograd_knows_is_seen(ranks: Ranks) -> None:
 
 def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float:
     """The worst difference of `op` whose input or output was changed on rank 1."""
-    right = ALGORITHMS[name]
+    correct = ALGORITHMS[name]
 
-    class Wrong(Like):
+    class Wrong(Wrapper):
         def all_reduce(self, peers: Peers, tensor: Tensor) -> Steps:
-            yield from self.right.all_reduce(peers, tensor)
+            yield from self.correct.all_reduce(peers, tensor)
             spoil(tensor)
 
         def all_gather(self, peers: Peers, tensor: Tensor) -> Steps:
-            yield from self.right.all_gather(peers, tensor)
+            yield from self.correct.all_gather(peers, tensor)
             spoil(tensor)
 
     def spoil(tensor: Tensor) -> None:
@@ -170,7 +170,7 @@ def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float
         if group.rank() == 1 and change == "shifted":
             tensor.copy_(tensor.roll(1))
 
-    return checks.uneven(Collective(group, name, {name: Wrong(right)}), op, torch.device("cpu"))
+    return checks.uneven(Collective(group, name, {name: Wrong(correct)}), op, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("change", ["", "last", "shifted"])
@@ -239,7 +239,7 @@ def table(lessons: Lessons, world_size: int, title: str) -> list[list[Any]]:
 
 
 def test_where_the_lessons_table_is_wrong(lessons: Lessons) -> None:
-    rows = table(lessons, 2, "What comes back")
+    rows = table(lessons, 2, "The gradient of x on rank 0")
     wrong = {(row[0], row[1]) for row in rows if str(row[6]).startswith("WRONG")}
     assert wrong == {("broadcast", "replicated"), ("all_gather", "own"), ("all_reduce", "replicated")}
     assert all(row[3] == row[4] for row in rows)
@@ -249,7 +249,7 @@ def test_where_the_lessons_table_is_wrong(lessons: Lessons) -> None:
 def test_the_rings_rounds(lessons: Lessons, world_size: int) -> None:
     first, *rounds = table(lessons, world_size, "A ring all_reduce")
     assert [action for _, action, _, _ in rounds] == ["add"] * (world_size - 1) + ["copy"] * (world_size - 1)
-    assert first[3] == " ".join(str(chunk) for chunk in range(1, world_size + 1)), "what rank 0 puts in"
+    assert first[3] == " ".join(str(chunk) for chunk in range(1, world_size + 1)), "the first chunks of rank 0"
     if world_size == 4:  # "worker 0 sends chunk 0 to worker 1, worker 1 sends chunk 1 to worker 2, and so on"
         assert rounds[0][2] == "0 -> 1: 1, 1 -> 2: 20, 2 -> 3: 300, 3 -> 0: 4000"
         assert rounds[1][2] == "0 -> 1: 4004, 1 -> 2: 11, 2 -> 3: 220, 3 -> 0: 3300"

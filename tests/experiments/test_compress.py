@@ -125,20 +125,20 @@ def test_predictions_add_up_over_buckets() -> None:
     [
         ({"LAB_LOW_RANK": "9"}, "LAB_LOW_RANK=9 is above the smallest side of a weight matrix of this model, allowed: 1 to 8"),
         ({"LAB_MODEL": "line", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=4 is above the smallest side"),
-        ({"LAB_DTYPE": "bfloat16", "LAB_VARIANT": "fp16"}, "gradients are of 16 bits already"),
+        ({"LAB_DTYPE": "bfloat16", "LAB_VARIANT": "fp16"}, "gradients have 16 bits already"),
         ({"LAB_VARIANT": "topk_plain"}, "any more: LAB_VARIANT=topk LAB_ERROR_FEEDBACK=0"),
-        ({"LAB_CHECKPOINT_EVERY": "2"}, "without which a resumed run would lose what was not sent"),
-        ({"LAB_RESUME": "auto", "LAB_RUN_ID": "before"}, "without which a resumed run would lose what was not sent"),
-        ({"LAB_BUG": "no_error_feedback", "LAB_ERROR_FEEDBACK": "0"}, "there is none to forget"),
+        ({"LAB_CHECKPOINT_EVERY": "2"}, "without which a resumed run would lose the unsent part"),
+        ({"LAB_RESUME": "auto", "LAB_RUN_ID": "before"}, "without which a resumed run would lose the unsent part"),
+        ({"LAB_BUG": "no_error_feedback", "LAB_ERROR_FEEDBACK": "0"}, "there is no residual to lose"),
         ({"LAB_BUG": "no_error_feedback", "LAB_VARIANT": "dense,ddp_fp16"}, "these variants"),
         ({"LAB_BUG": "unshared_seed", "WORLD_SIZE": "1"}, "it takes 2 ranks"),
-        ({"LAB_BUG": "unshared_seed", "LAB_RATIO": "1"}, "all places are drawn"),
+        ({"LAB_BUG": "unshared_seed", "LAB_RATIO": "1"}, "all positions are drawn"),
         ({"LAB_BUG": "int8_overflow", "LAB_VARIANT": "topk"}, "it takes int8"),
         ({"LAB_BUG": "per_rank_powersgd", "LAB_PROOF": "0"}, "nothing is compared"),
         ({"LAB_BUG": "per_rank_powersgd", "LAB_MODEL": "mlp", "LAB_BATCH": "4"}, "gradients of 4 rows have no higher rank"),
         ({"LAB_BUG": "no_error_feedback", "LAB_RATIO": "1", "LAB_VARIANT": "dense,topk"}, "all numbers are sent"),
-        ({"LAB_MODEL": "line", "LAB_LOW_RANK": "1", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=1 factors nothing"),
-        ({"LAB_MODEL": "mlp", "LAB_LOW_RANK": "16"}, "LAB_LOW_RANK=16 factors nothing"),
+        ({"LAB_MODEL": "line", "LAB_LOW_RANK": "1", "LAB_VARIANT": "powersgd"}, "LAB_LOW_RANK=1 saves nothing"),
+        ({"LAB_MODEL": "mlp", "LAB_LOW_RANK": "16"}, "LAB_LOW_RANK=16 saves nothing"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
@@ -172,7 +172,7 @@ class HalfOfIt(LowRank):
 
     def second_half(self, factors: Any, values: Tensor) -> None:
         super().second_half(factors, values)
-        factors.right.mul_(0.5)
+        factors.second_message.mul_(0.5)
 
 
 def judged(group: dist.ProcessGroup, kind: type[LowRank], ranks_of_steps: list[int]) -> list[float]:

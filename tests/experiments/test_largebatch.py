@@ -13,7 +13,7 @@ from torch import Tensor
 import distlab.techniques.large_batch as optimizers
 from distlab.experiments.largebatch import MODE, SMALL, distance_of_k_steps, training
 from distlab.experiments.largebatch.checks import K
-from distlab.experiments.largebatch.sweep import broken, multiples
+from distlab.experiments.largebatch.sweep import break_down, multiples
 from distlab.experiments.largebatch.training import Stream, Trainee, base_rate
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.mode_loader import load
@@ -90,7 +90,7 @@ def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -
     (tmp_path / "text").write_text("0123456789")  # windows of 3 and the next: 0 to 3, 3 to 6, 6 to 9
     settings = {"LAB_MODEL": "gpt", "LAB_TEXT": str(tmp_path / "text"), "LAB_SEQ": "3"}
     stream = Stream(config_of(3, **settings), 1, 4, torch.device("cpu"), torch.float32)
-    held = {bytes(row) for row in stream.judged().inputs.tolist()}
+    held = {bytes(row) for row in stream.held_out_samples().inputs.tolist()}
     assert len(held) == 1
     assert {bytes(row) for step in range(4) for row in stream.full(step).inputs.tolist()} == {
         b"012",
@@ -98,7 +98,7 @@ def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -
         b"678",
     } - held
     (sentence,) = refused(config_of(3, **(settings | {"LAB_SEQ": "5"})))
-    assert "the text holds one sample of LAB_SEQ=5 bytes" in sentence
+    assert "the text has one sample of LAB_SEQ=5 bytes" in sentence
 
 
 def ratios(group: dist.ProcessGroup, model: str, depth: str) -> list[float]:
@@ -146,27 +146,27 @@ def test_a_rate_that_is_not_scaled_is_seen_whatever_the_rate_of_the_sweep(
 
 
 def test_the_breakdown_is_the_first_k_that_is_twice_as_bad_or_learns_nothing() -> None:
-    assert broken({1: 1.0, 2: 1.9, 4: 2.1, 8: 1.0}, untrained=5.0) == "k = 4"
-    assert broken({1: 1.0, 2: 1.2}, untrained=5.0) == "none up to 2"
-    assert broken({1: 1.0, 2: math.nan}, untrained=5.0) == "k = 2"
-    assert broken({1: 4.0, 2: 5.1}, untrained=5.0) == "k = 2", "less than twice, and yet diverged"
+    assert break_down({1: 1.0, 2: 1.9, 4: 2.1, 8: 1.0}, untrained=5.0) == "k = 4"
+    assert break_down({1: 1.0, 2: 1.2}, untrained=5.0) == "none up to 2"
+    assert break_down({1: 1.0, 2: math.nan}, untrained=5.0) == "k = 2"
+    assert break_down({1: 4.0, 2: 5.1}, untrained=5.0) == "k = 2", "less than twice, and yet diverged"
     for diverged in (math.nan, math.inf, 6.0):
-        assert broken({1: diverged, 2: 1.0}, untrained=5.0) == "k = 1"
+        assert break_down({1: diverged, 2: 1.0}, untrained=5.0) == "k = 1"
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"LAB_MODEL": "line"}, "allowed: mlp, gpt"),
-        ({"LAB_OPTIMIZER": "adamw"}, "an optimizer of its own"),
-        ({"LAB_CLIP": "1"}, "LAB_CLIP=1 is no part"),
-        ({"LAB_BUCKET_MIB": "25"}, "LAB_BUCKET_MIB=25 is no part"),
+        ({"LAB_OPTIMIZER": "adamw"}, "has its own optimizer"),
+        ({"LAB_CLIP": "1"}, "LAB_CLIP=1 cannot be set in largebatch"),
+        ({"LAB_BUCKET_MIB": "25"}, "LAB_BUCKET_MIB=25 cannot be set in largebatch"),
         ({"LAB_LR": "0.1", "LAB_VARIANT": "lars,lamb"}, "LAB_LR=0.1 is the base rate of SGD"),
         ({"LAB_CHECKPOINT_EVERY": "2"}, "LAB_CHECKPOINT_EVERY=2"),
         ({"LAB_BATCH": "2"}, "smaller than WORLD_SIZE=3"),
         ({"LAB_BUG": "lr_unscaled", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
         ({"LAB_BUG": "lr_unscaled", "LAB_VARIANT": "unscaled,lars"}, "linear or warmup"),
-        ({"LAB_VARIANT": "sqrt"}, "is not a variant of largebatch any more: lamb has the root of k"),
+        ({"LAB_VARIANT": "sqrt"}, "is not a variant of largebatch any more: lamb scales by the root of k"),
     ],
 )
 def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:

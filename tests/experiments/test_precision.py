@@ -52,7 +52,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     table = next(r for r in by_rank[0] if isinstance(r, records.Table) and "steps lost" in r.title)
     assert {row[0] for row in table.rows} == set(chosen)
     if world_size == 1:
-        vanish = {row[0]: float(row[table.columns.index("updates that vanish")].split()[0]) for row in table.rows}
+        vanish = {row[0]: float(row[table.columns.index("updates without effect")].split()[0]) for row in table.rows}
         assert vanish["bf16"] > vanish["fp16"] > 5 > vanish["bf16_master"] >= vanish["fp32"] - 1
 
 

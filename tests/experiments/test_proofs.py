@@ -310,7 +310,7 @@ REFUSED: list[tuple[str, int, dict[str, str], str]] = [
     ("mesh", 8, {"LAB_MODEL": "line"}, "cannot be cut along three axes"),
     ("mesh", 8, {"LAB_MESH": "tp8"}, "LAB_HEADS=5 cannot be sliced over tp 8"),
     ("mesh", 8, {"LAB_MESH": "cp8"}, "LAB_SEQ=7 positions are fewer than cp 8 ranks"),
-    ("mesh", 8, {"LAB_MESH": "cp8"} | MLP, "has no positions to share out"),
+    ("mesh", 8, {"LAB_MESH": "cp8"} | MLP, "has no positions to split"),
     ("mesh", 8, {"LAB_MESH": "pp8"}, "LAB_DEPTH=5 layers are fewer than pp 8 stages"),
     ("mesh", 8, {"LAB_MESH": "dp8", "LAB_BATCH": "6"}, "LAB_BATCH=6 is smaller"),
 ]  # fmt: skip

@@ -40,7 +40,7 @@ PROMISES = {  # what the log of rank 1 says beside that
     "tp": ["block 1, attention: my", "of them cut"], "pp": ["on paper", "measured", "no samples: what the ranks"],
     "fsdp": ["gather unit 0 (embedding)", "were gathered at once"], "cp": ["positions", "to rank 2", "from rank 0"],
     "moe": ["my experts ", "rows to rank"], "compress": ["of it I send", "and keep for the next step"],
-    "precision": ["that became 0: bf16"], "server": ["versions late in the mean"], "mesh": ["measured"],
+    "precision": ["that became 0: bf16"], "server": ["versions late on average"], "mesh": ["measured"],
     "elastic": ["from step", "my weights include"], "largebatch": ["k=1: 32 steps", "k=32: 1 step,"],
     "dp": ["begins: I go on", "my gradient of"], "comm": ["add 1", "copy 2"], "train": ["Local data:"],
 }  # fmt: skip
@@ -125,7 +125,7 @@ def test_what_a_rank_sent_is_what_its_neighbour_got(mode: str, runs: Runs) -> No
 def test_rounds_of_the_ring_are_the_same_from_both_ends(runs: Runs) -> None:
     ran = run_of(runs, "comm")
     rounds = [
-        re.findall(r"I send (chunk \d+, \d+) · I get (chunk \d+, \d+)", text_of(ran, r)) for r in range(WORLD_SIZE)
+        re.findall(r"I send (chunk \d+, \d+) · I receive (chunk \d+, \d+)", text_of(ran, r)) for r in range(WORLD_SIZE)
     ]
     for rank in range(WORLD_SIZE):
         sent = [mine for mine, _ in rounds[rank]]

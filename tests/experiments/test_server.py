@@ -12,7 +12,7 @@ import torch.distributed as dist
 from distlab.experiments import server
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server.checks import Rounds, Workers, in_one_process
+from distlab.experiments.server.checks import Rounds, Workers, run_in_one_process
 from distlab.lab.config import Config, ConfigError
 from distlab.lab.rank.preflight import refuse
 from distlab.lab.report.reading import from_line
@@ -76,7 +76,7 @@ def test_every_world_comes_to_a_verdict(
 
 def seen_by_the_server(by_rank: Any) -> list[list[str]]:
     """The rows of its table: the variant, and the steps by worker first."""
-    return next(table.rows for _, table in select(by_rank, Table) if table.title.startswith("What the server saw"))
+    return next(table.rows for _, table in select(by_rank, Table) if table.title.startswith("The server's record"))
 
 
 def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path
         ({"LAB_BUG": "stale_unbounded", "LAB_CLIP": "1"}, "downpour cannot run: LAB_CLIP bounds the norm"),
         (
             {"LAB_BUG": "stale_unbounded", "LAB_OPTIMIZER": "adamw"},
-            "downpour cannot run: LAB_OPTIMIZER=adamw would divide",
+            "downpour cannot run: LAB_OPTIMIZER=adamw would normalise",
         ),
         ({"LAB_VARIANT": "ssp"}, "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"),
     ],
@@ -138,7 +138,7 @@ def test_one_worker_with_one_local_step_is_one_process() -> None:
     config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1", WORLD_SIZE="1")
     batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
     one = Workers(build_model(config, 1).double(), config, batches)
-    losses, weights = in_one_process(one, Rounds(1, lr=1.0, momentum=0.0), steps=3)
+    losses, weights = run_in_one_process(one, Rounds(1, lr=1.0, momentum=0.0), steps=3)
     dense = list(train(build_model(config, 1).double(), batches, config, 3))
     assert losses == pytest.approx([snapshot.loss for snapshot in dense], abs=1e-14)
     wanted = torch.cat([weight.flatten() for weight in dense[-1].weights.values()])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distlab.experiments.server import MODE
 from distlab.experiments.server import run as run_server
-from distlab.experiments.server.asynchronous import Report, miscounted, misjudged
-from distlab.experiments.server.bugs import Forgetful, OneShard, Repeating, Unheard
+from distlab.experiments.server.asynchronous import Report, count_wrong_starts, count_wrong_updates
+from distlab.experiments.server.bugs import Forgetful, IgnoresFetch, OneShard, PushesNTimes
 from distlab.experiments.server.checks import Replay, Workers, audit, differences, misordered
 from distlab.lab.config import Config
 from distlab.lab.report.reading import from_line
@@ -180,12 +180,12 @@ def test_what_is_right_passes_every_check(model: str) -> None:
     ("kind", "seen"),
     [
         (WeighedTwice, IN_THE_PUSH),
-        (Repeating, IN_THE_PUSH),
+        (PushesNTimes, IN_THE_PUSH),
         (Uncleared, IN_THE_PUSH),
         (Still, IN_THE_PUSH),
         (OneShard, IN_THE_PUSH | {"samples", "losses"}),
         (FirstBatch, IN_THE_PUSH | {"samples", "losses"}),
-        (Unheard, IN_THE_PUSH | {"losses"}),
+        (IgnoresFetch, IN_THE_PUSH | {"losses"}),
         (Sums, {"losses"}),
     ],
 )
@@ -231,7 +231,7 @@ def test_an_update_that_does_not_count_once_fails_by_name() -> None:
         recorder.pushed(0, number, torch.zeros(1), 0.0)
 
     def wrong(pushes: int, steps: int) -> int:
-        return miscounted(audit(recorder.seen, range(2)), {0: Report(pushes, steps, "")})
+        return count_wrong_updates(audit(recorder.seen, range(2)), {0: Report(pushes, steps, "")})
 
     assert wrong(2, 2) == 0
     assert wrong(3, 2) == 1, "one did not arrive"
@@ -301,11 +301,11 @@ class Mourning(ParameterServer):
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_the_rules_let_start_whom_the_bound_lets(workers: int, staleness: int | None) -> None:
     for seed in range(3):
-        assert misjudged(ParameterServer, workers, staleness, seed) == 0
+        assert count_wrong_starts(ParameterServer, workers, staleness, seed) == 0
         if staleness is not None and workers > 1:
-            assert misjudged(TooFar, workers, staleness, seed) > 0
-            assert misjudged(TooNear, workers, staleness, seed) > 0
-            assert misjudged(Mourning, workers, staleness, seed) > 0 or workers == 2
+            assert count_wrong_starts(TooFar, workers, staleness, seed) > 0
+            assert count_wrong_starts(TooNear, workers, staleness, seed) > 0
+            assert count_wrong_starts(Mourning, workers, staleness, seed) > 0 or workers == 2
 
 
 def test_staleness_and_lead_are_read_from_what_was_seen() -> None:

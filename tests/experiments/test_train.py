@@ -36,24 +36,24 @@ def test_by_hand_is_what_pytorch_deals(world_size: int, epoch: int) -> None:
         sampler.set_epoch(epoch)
         shards.append(list(sampler))
         assert shards[-1] == train.by_hand(epoch, rank, world_size)
-    wrong, twice = train.misdealt(shards)
+    wrong, twice = train.wrong_shards(shards)
     assert wrong == 0
     order = train.by_hand(epoch, 0, 1)
     assert sorted(twice) == sorted(train.repeats(order, world_size))
     assert len(twice) == -1000 % world_size
 
 
-def test_misdealt_sees_what_is_left_out_and_what_comes_again() -> None:
+def test_wrong_shards_counts_missing_and_repeated_samples() -> None:
     half = list(range(500))
-    assert train.misdealt([half, list(range(500, 1000))]) == (0, [])
-    assert train.misdealt([half, half])[0] == 500
-    assert train.misdealt([list(range(1000))] * 2)[0] == 1000
-    assert train.misdealt([half, [0, *range(500, 1000)]]) == (1, [0])
+    assert train.wrong_shards([half, list(range(500, 1000))]) == (0, [])
+    assert train.wrong_shards([half, half])[0] == 500
+    assert train.wrong_shards([list(range(1000))] * 2)[0] == 1000
+    assert train.wrong_shards([half, [0, *range(500, 1000)]]) == (1, [0])
 
 
 def test_places_apart_counts_lengths_too() -> None:
-    assert train.places_apart([1, 2, 3], [1, 3, 3]) == 1
-    assert train.places_apart([1, 2], [1, 2, 3]) == 1
+    assert train.count_differences([1, 2, 3], [1, 3, 3]) == 1
+    assert train.count_differences([1, 2], [1, 2, 3]) == 1
 
 
 def test_no_sampler_needs_two_ranks() -> None:

@@ -177,7 +177,9 @@ def parts_of(samples: Sequence[Sample], storages: Storages) -> list[Parts]:
     found = []
     for sample in samples:
         outputs = sample.outputs or Copies(None, [])
-        source = sample.inputs if sample.op == "all_gather" else outputs if outputs.numbers is not None else sample.inputs
+        source = (
+            sample.inputs if sample.op == "all_gather" else outputs if outputs.numbers is not None else sample.inputs
+        )
         found.append(list(parts_in(source.stretches, storages)) or known.get((sample.label, length_of(source)), []))
     return found
 

@@ -199,7 +199,7 @@ def test_a_users_step_is_refused_in_modes_that_cannot_run_it(mode: str, settings
 
 
 @pytest.mark.parametrize(("mode", "words"), [
-    ("mesh", "; pp takes its layers, dp and fsdp take it whole, and `distlab prove` proves how you cut it"),
+    ("mesh", "; pp cuts it between layers, dp and fsdp do not cut it, and `distlab prove` checks your own cut"),
     ("tp", "allowed: mlp, gpt; cut its layers in your own file, and prove it with `distlab prove FILE`"),
     ("cp", "split its positions in your own strategy, and prove it with `distlab prove`"),
     ("moe", "; a model with its own experts runs in dp and fsdp, and `distlab prove` checks how you distribute them"),

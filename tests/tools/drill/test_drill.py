@@ -155,7 +155,7 @@ def test_the_state_folder_is_copied_and_changed_weights_are_found(factor: str, t
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["RUN_MODE=server"], "RUN_MODE=server makes none, since out of step there is no step at which all"),
+        (["RUN_MODE=server"], "RUN_MODE=server makes none, since asynchronous workers have no common state"),
         (["RUN_MODE=dp", "LAB_RESUME=auto"], "drill sets LAB_RESUME itself: leave it out"),
         (
             ["RUN_MODE=dp", "LAB_VARIANT=ring,flat"],
