@@ -217,7 +217,8 @@ def digits(chunks: list[Tensor]) -> str:
 
 def title(config: Config) -> str:
     """Return the title of the run."""
-    return f"{len(primitives.PRIMITIVES)} primitives, {len(MODE.requested(config.variant).names)} algorithms for an all_reduce"
+    algorithms = MODE.requested(config.variant).names
+    return f"{len(primitives.PRIMITIVES)} primitives, {len(algorithms)} algorithms for an all_reduce"
 
 
 def predict(config: Config) -> list[Prediction]:
