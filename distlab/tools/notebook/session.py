@@ -42,7 +42,7 @@ class Result:
 
 
 class Session(WarmRanks):
-    """The ranks; `start` before `run`."""
+    """The ranks; `start` before `run_cell`."""
 
     def __init__(self) -> None:
         self._cells = Path(tempfile.mkdtemp(prefix="distlab-cells-"))

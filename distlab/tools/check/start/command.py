@@ -56,7 +56,7 @@ class ProofOptions(FileOptions):
 
     requirements: str | None = Field(
         None, alias="LAB_REQUIREMENTS",
-        description="pip requirements file next to the file, such as requirements.txt (only in containers)",
+        description="pip requirements file next to your file, such as requirements.txt (only in containers)",
     )  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def scratch(exchange: Exchange, folder: Path, job: Job) -> str:
 def contents(job: Job) -> dict[str, str]:
     """Return what must be equal on all ranks."""
     digest = hashlib.sha256(job.script.read_bytes()).hexdigest()[:12]
-    return {"the sha256 of the script": digest, "the words of the script": json.dumps(list(job.words))[:400]}
+    return {"the sha256 of the script": digest, "the arguments of the script": json.dumps(list(job.words))[:400]}
 
 
 def start_record(config: Config, job: Job, cluster: Cluster) -> records.Start:

@@ -1,4 +1,4 @@
-"""A supervisor's access to its script's process: start it, read its reports, look at its state, and end it.
+"""A supervisor's access to its script's process: start it, read its reports and its state, and end it.
 
 Nothing here waits for the script's interpreter, which may be stuck in C++ with the GIL: its state and CPU time come
 from the kernel (proc(5)), and its Python stacks when it can send them.
@@ -61,7 +61,7 @@ class ProcessState(NamedTuple):
 
 
 class Stacks:
-    """Requests stacks from a process, by our ends of its pipes; `look` returns its state."""
+    """Requests stacks from a process, by our ends of its pipes; `get_state` returns its state."""
 
     def __init__(self, process: int, requests: int, stacks: int, get_state: Callable[[], ProcessState | None]) -> None:
         self._process, self._requests, self._stacks, self._get_state = process, requests, stacks, get_state
@@ -279,7 +279,7 @@ class ScriptMonitor:
         self._exit_reported = False
 
     def lines(self, at_most_s: float) -> list[bytes]:
-        """Return the lines reported within so many seconds, and the observed state."""
+        """Return the lines reported within `at_most_s`, and the process's state."""
         lines = self.channel.receive(at_most_s)
         time_s = now()
         if lines:

@@ -137,7 +137,7 @@ STORE = ("wait", "get", "multi_get")
 
 
 class Waits:
-    """Observes these functions; `install` once. `said` is called with notices about changed calls."""
+    """Observes these functions; `install` once. `notify` is called with notices about changed calls."""
 
     def __init__(self, recorder: Recorder, notify: Callable[[str], None], store_port: int) -> None:
         self._store_port = store_port  # its connections are not the training's traffic

@@ -24,7 +24,7 @@ class LostResults:
         self._of_temporary: dict[bool, References] = {}  # by whether the tensor is passed by position
 
     def install(self) -> None:
-        count = in_place_of(self._count, self._count)  # called as `_read` is
+        count = in_place_of(self._count, self._count)  # called as `_all_reduce` is
         count(torch.ones(2) / 3)
         count(tensor=torch.ones(2) / 3)
         put(

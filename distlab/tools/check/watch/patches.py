@@ -50,7 +50,7 @@ def in_place_of(function: Function, around: Function, traced: bool = False) -> F
 
 
 def before(observe: Function) -> Function:
-    """Return the function preceded by a call of `look` with its arguments."""
+    """Return the function preceded by a call of `observe` with its arguments."""
 
     def observed(function: Function, *args: Any, **named: Any) -> Any:
         observe(*args, **named)
@@ -60,7 +60,7 @@ def before(observe: Function) -> Function:
 
 
 def after(observe: Function) -> Function:
-    """Return the function followed by a call of `look` with its result and arguments."""
+    """Return the function followed by a call of `observe` with its result and arguments."""
 
     def observed(function: Function, *args: Any, **named: Any) -> Any:
         result = function(*args, **named)
@@ -76,7 +76,7 @@ def hook(observe: Function) -> Function:
 
 
 def step_hook(observe: Function) -> Function:
-    """Return a pre-hook for `optimizer.step` that calls `look(optimizer)` once the gradients are there: after the first
+    """Return a pre-hook for `optimizer.step` that calls `observe(optimizer)` once gradients are there: after the first
     call of the closure if the step is given one (Lightning gives one), else at once."""
 
     def before_step(optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""All observers of a process: of its calls (`recorded`), and of the training."""
+"""All observers of a process: of its calls (`install_recorder`), and of the training."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def install_recorder(reporter: Reporter, folder: Path, store_port: int) -> tuple
 
 
 def watch_training(recorder: Recorder, every: int) -> None:
-    """Install the observers of training; replicas are compared every so many steps."""
+    """Install the observers of training; replicas are compared every `every` steps."""
     Training(recorder).install()
     ReplicaSteps(recorder, every).install()
     Axes(recorder).install()
