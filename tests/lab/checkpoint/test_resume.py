@@ -101,7 +101,7 @@ def test_with_nothing_left_to_train_the_run_still_ends_with_a_verdict(ranks: Ran
     settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a")}
     again, of_again = run_experiment(ranks, 2, tmp_path / "b", **settings)
     assert again["verdict"] == "pass" and digests(again) == digests(whole)
-    assert any("nothing more is trained" in said.text for _, said in records.select(of_again, records.Said))
+    assert any("there is no step left to train" in said.text for _, said in records.select(of_again, records.Said))
 
 
 def test_variants_that_the_checkpoint_lacks_are_skipped_by_name(ranks: Ranks, tmp_path: Path) -> None:
