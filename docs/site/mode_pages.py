@@ -49,7 +49,7 @@ def predictions(name: str, mode: Mode) -> list[str]:
     rows = prediction_rows(mode.predict(Config.read({"RUN_MODE": name})))
     if not rows:
         return []
-    head = ["variant", "a rank and step", "formula", "value", "calls"]
+    head = ["variant", "per rank and step", "formula", "value", "calls"]
     return ["## What is predicted", "", "At the default settings, four ranks:", "", *table(head, rows), ""]
 
 

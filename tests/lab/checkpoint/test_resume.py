@@ -103,7 +103,7 @@ def test_a_resumed_run_without_steps_left_has_a_verdict(ranks: Ranks, tmp_path: 
     settings |= {"LAB_STEPS": "1", "LAB_RESUME": str(tmp_path / "a")}
     again, of_again = run_experiment(ranks, 2, tmp_path / "b", **settings)
     assert again["verdict"] == "pass" and digests(again) == digests(whole)
-    assert any("nothing more is trained" in line.text for _, line in records.select(of_again, records.Said))
+    assert any("there is no step left to train" in line.text for _, line in records.select(of_again, records.Said))
 
 
 def test_variants_missing_in_the_checkpoint_are_skipped(ranks: Ranks, tmp_path: Path) -> None:
