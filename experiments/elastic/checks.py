@@ -253,14 +253,14 @@ def own_numbers(training: ShardedSurvivor, place: int, size: int) -> int:
 
 def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
     """Return the checks: bytes before the first loss, and the survivors' comparisons with one process."""
-    chosen, line, more = mode.names, "test_a_wrong_line_fails_by_name", "test_a_step_that_sends_more_fails_by_name"
+    chosen, line, more = mode.names, "test_a_wrong_step_fails_its_check", "test_a_step_that_sends_more_fails_its_check"
     some_stay = options.losses < config.world_size - 1  # otherwise no rank may be present throughout
     return (
         Claims(("called bytes",), chosen, fails_in=more),
         Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
-        Claims(("moments held",), ("zero1",), fails_in="test_what_is_hoarded_fails_by_name"),
-        Claims(("moved bytes",), (), fails_in="test_a_shard_that_is_sent_twice_fails_by_name"),
-        Claims(("times of changes",), (), fails_in="test_times_that_are_not_from_the_begin_of_a_change_fail"),
+        Claims(("moments held",), ("zero1",), fails_in="test_moments_kept_too_long_fail_their_check"),
+        Claims(("moved bytes",), (), fails_in="test_a_shard_sent_twice_fails_its_check"),
+        Claims(("times of changes",), (), fails_in="test_times_not_counted_from_the_begin_of_a_change_fail"),
         Claims(("updates kept",), [name for name in chosen if name != "restart"]),
         Claims(("weights", "samples", "replicas"), chosen, one=True),
         Claims(("losses", "record"), chosen, one=True, fails_in=line),

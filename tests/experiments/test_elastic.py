@@ -1,4 +1,4 @@
-"""The mode `elastic`: losses whose outcome is known, and wrong lines that its checks have to name."""
+"""The mode `elastic`: injected losses, and injected bugs that its checks must detect."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from tests.warm_ranks import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-def computing_twice(right: Any) -> Any:
-    """Computes its gradient, throws it away, and computes it again."""
+def compute_twice(right: Any) -> Any:
+    """Compute each gradient twice."""
 
     def wrong(self: Survivor, place: int, size: int) -> torch.Tensor:
         row: torch.Tensor = right(self, place, size)
@@ -41,8 +41,8 @@ def computing_twice(right: Any) -> Any:
     return wrong
 
 
-def doubling_the_loss(right: Any) -> Any:
-    """Writes down twice the loss that it saw."""
+def double_the_loss(right: Any) -> Any:
+    """Record twice the loss."""
 
     def wrong(self: Survivor, place: int, size: int) -> torch.Tensor:
         row: torch.Tensor = right(self, place, size)
@@ -52,8 +52,8 @@ def doubling_the_loss(right: Any) -> Any:
     return wrong
 
 
-def naming_others(right: Any) -> Any:
-    """Writes the members into the record in another order than the one in which they deal."""
+def reverse_members(right: Any) -> Any:
+    """Record the members in another order than the one in which samples are assigned."""
 
     def wrong(self: Course, *arguments: Any) -> Any:
         plan = right(self, *arguments)
@@ -63,8 +63,8 @@ def naming_others(right: Any) -> Any:
     return wrong
 
 
-def sending_one_twice(right: Any) -> Any:
-    """Sends the first piece that has to move once more."""
+def send_one_twice(right: Any) -> Any:
+    """Send the first moved piece twice."""
 
     def wrong(*arguments: Any) -> Any:
         found = right(*arguments)
@@ -73,8 +73,8 @@ def sending_one_twice(right: Any) -> Any:
     return wrong
 
 
-def summing_twice(right: Any) -> Any:
-    """Sends the small sum of each step once more."""
+def sum_twice(right: Any) -> Any:
+    """Send the small sum of each step twice."""
 
     def wrong(self: Regroup, tensor: torch.Tensor) -> torch.Tensor:
         right(self, tensor.clone())
@@ -84,8 +84,8 @@ def summing_twice(right: Any) -> Any:
     return wrong
 
 
-def hoarding(right: Any) -> Any:
-    """Keeps the moments of the step before."""
+def keep_old_moments(right: Any) -> Any:
+    """Keep the moments of the step before."""
 
     def wrong(self: ShardedSurvivor, version: StoredVersion, weights: torch.Tensor) -> None:
         before = self.versions[0]
@@ -96,12 +96,12 @@ def hoarding(right: Any) -> Any:
 
 
 FAULTS = {
-    "moved bytes": (shards, "moves", sending_one_twice),
-    "called bytes": (Regroup, "sum", summing_twice),
-    "moments held": (ShardedSurvivor, "commit", hoarding),
-    "redone": (Survivor, "computed", computing_twice),
-    "losses": (Survivor, "computed", doubling_the_loss),
-    "record": (Course, "planned", naming_others),
+    "moved bytes": (shards, "moves", send_one_twice),
+    "called bytes": (Regroup, "sum", sum_twice),
+    "moments held": (ShardedSurvivor, "commit", keep_old_moments),
+    "redone": (Survivor, "computed", compute_twice),
+    "losses": (Survivor, "computed", double_the_loss),
+    "record": (Course, "planned", reverse_members),
 }
 
 
@@ -109,33 +109,33 @@ SMALL = {"RUN_MODE": "elastic", "LAB_STEPS": "6", "LAB_DEPTH": "1"}
 
 
 @pytest.mark.parametrize("check", ["redone", "losses", "record"])
-def test_a_wrong_line_fails_by_name(ranks: Ranks, tmp_path: Path, check: str) -> None:
+def test_a_wrong_step_fails_its_check(ranks: Ranks, tmp_path: Path, check: str) -> None:
     settings = SMALL | {"LAB_VARIANT": "join", "LAB_LOSSES": "0"}
     found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", check, **settings)
     assert check in found
 
 
-def test_a_shard_that_is_sent_twice_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_shard_sent_twice_fails_its_check(ranks: Ranks, tmp_path: Path) -> None:
     settings = SMALL | {"LAB_VARIANT": "zero1", "LAB_LOSSES": "1"}
     found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", "moved bytes", **settings)
     assert found == {"moved bytes"}
 
 
 @pytest.mark.parametrize("variant", ["shrink", "zero1"])
-def test_a_step_that_sends_more_fails_by_name(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+def test_a_step_that_sends_more_fails_its_check(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     settings = SMALL | {"LAB_VARIANT": variant, "LAB_LOSSES": "0"}
     found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", "called bytes", **settings)
     assert found == {"called bytes", "wire bytes"}
 
 
-def test_what_is_hoarded_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_moments_kept_too_long_fail_their_check(ranks: Ranks, tmp_path: Path) -> None:
     settings = SMALL | {"LAB_VARIANT": "zero1", "LAB_LOSSES": "0"}
     found = failed_with(ranks, tmp_path, "tests.experiments.test_elastic", "moments held", **settings)
     assert found == {"moments held"}
 
 
 @pytest.mark.parametrize("rescale", ["0", "1"])
-def test_three_ranks_lose_two_each_way(runs: Runs, rescale: str) -> None:
+def test_three_ranks_lose_two_in_each_variant(runs: Runs, rescale: str) -> None:
     small = {"LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STEPS": "8", "LAB_SAVED_EVERY": "2", "LAB_RESCALE": rescale}
     run = runs(3, RUN_MODE="elastic", **small)
     assert run.judged["verdict"] == "pass"
@@ -143,7 +143,7 @@ def test_three_ranks_lose_two_each_way(runs: Runs, rescale: str) -> None:
     assert variants == set(load("elastic").requested(()).names)
 
 
-def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:
+def test_losses_leave_a_survivor_and_are_the_same_on_all_ranks() -> None:
     losses = draw_losses(7, [0, 1, 2], 20, 5, returns=False)
     assert losses == draw_losses(7, [0, 1, 2], 20, 5, returns=False)
     assert len({loss.rank for loss in losses}) == len(losses) == 2
@@ -153,7 +153,7 @@ def test_losses_leave_somebody_and_are_the_same_for_all_ranks() -> None:
     assert all(loss.step < 18 for loss in draw_losses(7, [0, 1, 2], 20, 17, returns=True))
 
 
-def test_a_rank_meets_its_own_losses_once() -> None:
+def test_a_rank_performs_its_own_losses_once() -> None:
     losses = [Loss(3, 1, COMPUTED), Loss(5, 2, TORN, without=1)]
     plan = LossPlan(losses, rank=1)
     plan.at(3, "summed")
@@ -169,7 +169,7 @@ def test_a_rank_meets_its_own_losses_once() -> None:
     ("settings", "impossible"),
     [({"WORLD_SIZE": "1"}, {"shrink", "join", "zero1", "plain"}), ({"WORLD_SIZE": "2"}, set())],
 )
-def test_who_is_too_few_is_told_why(settings: dict[str, str], impossible: set[str]) -> None:
+def test_variants_that_need_survivors_are_excluded_on_one_rank(settings: dict[str, str], impossible: set[str]) -> None:
     config = Config.read({"RUN_MODE": "elastic", "RANK": "0", "MASTER_ADDR": "127.0.0.1"} | settings)
     assert set(load("elastic").cannot(config)) == impossible
 
@@ -182,37 +182,37 @@ def test_a_gpu_is_refused() -> None:
 CHANGE = Event("lost: rank 1", 100.0, 100.01, 100.05, 100.25, [0, 1], [0], 3, 3, False)
 
 
-def test_times_of_a_change_that_are_right_hold() -> None:
+def test_right_times_of_a_change_pass() -> None:
     assert list(time_faults(CHANGE, [99.9, 100.25, 100.4])) == []
     assert list(time_faults(CHANGE._replace(next_step_at=0.0), [99.9])) == []  # another change came first
 
 
 @pytest.mark.parametrize(
-    ("event", "column", "told_ms"),
+    ("event", "column", "shown_ms"),
     [
         (CHANGE, NEXT, 200.0),  # from the agreement
         (CHANGE, AGREED, 40.0),  # from the meeting
-        (CHANGE._replace(began_at=100.04), "", 0.0),  # it began when it was over
+        (CHANGE._replace(began_at=100.04), "", 0.0),  # it began after the agreement
         (CHANGE._replace(next_step_at=100.4), "", 0.0),  # not the first step after it
     ],
 )
-def test_times_that_are_not_from_the_begin_of_a_change_fail(
-    monkeypatch: pytest.MonkeyPatch, event: Event, column: str, told_ms: float
+def test_times_not_counted_from_the_begin_of_a_change_fail(
+    monkeypatch: pytest.MonkeyPatch, event: Event, column: str, shown_ms: float
 ) -> None:
-    def told(event: Event, first_at: float) -> list[Any]:
+    def shown_row(event: Event, first_at: float) -> list[Any]:
         cells = zip(COLUMNS[1:], event_row(event, first_at), strict=True)
-        return [told_ms if name == column else cell for name, cell in cells]
+        return [shown_ms if name == column else cell for name, cell in cells]
 
-    monkeypatch.setattr("distlab.experiments.elastic.checks.event_row", told)
+    monkeypatch.setattr("distlab.experiments.elastic.checks.event_row", shown_row)
     assert len(list(time_faults(event, [99.9, 100.25, 100.4]))) == 1
 
 
-def test_a_row_has_times_since_the_first_step_and_nothing_where_no_step_came() -> None:
+def test_a_row_has_times_since_the_first_step_or_none_without_a_step() -> None:
     assert event_row(CHANGE, 90.0)[-3:] == [50.0, 250.0, 10.25]
     assert event_row(CHANGE._replace(next_step_at=0.0), 90.0)[-3:] == [50.0, "", ""]
 
 
-def test_the_result_is_told_in_a_line() -> None:
+def test_the_result_is_one_line() -> None:
     rows = [["shrink", *event_row(CHANGE, 90.0)], ["shrink", *event_row(CHANGE._replace(next_step_at=0.0), 90.0)]]
     rows += [["join", *event_row(CHANGE._replace(why="asked", next_step_at=190.0), 90.0)]]
     assert result(rows, 6) == "2 losses: recovery 0.25 to 0.25 s; 0 of 6 variants lost a step"
