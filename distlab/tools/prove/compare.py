@@ -164,11 +164,11 @@ class Draws:
     def _replacement(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         function = getattr(function, "__wrapped__", function)  # without other observers
 
-        def dropout(inputs: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: ARG001
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001
             if training and p > 0:
-                self._record(inputs)
-                function(inputs.detach(), p, True)  # advances the generator
-            return inputs
+                self._record(input)
+                function(input.detach(), p, True)  # advances the generator
+            return input
 
         return dropout
 

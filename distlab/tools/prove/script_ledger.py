@@ -69,15 +69,15 @@ class Ledger:
     # Functions of a model
 
     def _dropout(
-        self, function: Function, inputs: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, function: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False  # noqa: A002
     ) -> Tensor:  # fmt: skip
         """Drop nothing, but advance the random generator as usual."""
         if not training or p == 0:
-            found: Tensor = function(inputs, p, training, inplace)
+            found: Tensor = function(input, p, training, inplace)
             return found
         self._dropped = "dropout"
-        function(inputs.detach(), p, True)
-        return inputs
+        function(input.detach(), p, True)
+        return input
 
     def _attention(
         self, function: Function, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -88,17 +88,17 @@ class Ledger:
         return found
 
     def _batch_norm(
-        self, function: Function, inputs: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        self, function: Function, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,  # noqa: A002
         weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, *rest: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
         """Normalise each rank's samples separately in the reference, as on the ranks."""
         chunks = self.samples.replay.chunks if self.samples.replay else []
         if training:
             self._normalised = "BatchNorm"
-        if not training or len(chunks) < 2 or sum(chunks) != len(inputs):
-            found: Tensor = function(inputs, running_mean, running_var, weight, bias, training, *rest, **named)
+        if not training or len(chunks) < 2 or sum(chunks) != len(input):
+            found: Tensor = function(input, running_mean, running_var, weight, bias, training, *rest, **named)
             return found
-        parts = inputs.split(chunks)
+        parts = input.split(chunks)
         own = [function(each, running_mean, running_var, weight, bias, True, *rest, **named) for each in parts]
         return torch.cat(own)
 

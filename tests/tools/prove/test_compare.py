@@ -178,7 +178,7 @@ class Dropping(nn.Module):
         F.dropout(x, 0.0)
         F.scaled_dot_product_attention(query, query, query)
         attended = F.scaled_dot_product_attention(query, query, query, dropout_p=0.25)
-        return F.dropout(twice, 0.5) + attended.flatten()
+        return F.dropout(input=twice, p=0.5) + attended.flatten()
 
 
 def test_nothing_is_dropped_and_each_draw_is_recorded() -> None:

@@ -1,5 +1,6 @@
 """The parts of a proof: where a rank's tensor is in the model, how a wrong one is explained, what is refused."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from distlab.tools.prove.explain import Context, in_parts, solve_counts, why
 from distlab.tools.prove.locate import WHOLE, LocatedTensor, Misfit, Rows, locate_in_dense
 from distlab.tools.prove.proof import ByteCounter
 from distlab.tools.prove.reference import BatchSplit, one_process
+from distlab.tools.prove.script_ledger import Ledger
 from distlab.tools.prove.user_file import Refused, UserFile, load
 from distlab.tools.prove.verdict import Grid
 
@@ -274,6 +276,17 @@ def test_a_sharded_buffer_may_differ_but_may_not_change() -> None:
     part = {"slopes": torch.arange(3.0)}
     assert list(reference.wrong_buffers([buffers(part), buffers({})], alone)) == []
     assert len(list(reference.wrong_buffers([buffers(part, slopes=torch.ones(3))], alone))) == 1
+
+
+@pytest.mark.parametrize(("name", "patch"), [("dropout", Ledger._dropout), ("batch_norm", Ledger._batch_norm)])
+def test_a_patched_function_has_torchs_names_of_arguments(name: str, patch: Callable[..., Any]) -> None:
+    """A model may call it by keyword."""
+    named = [
+        each.name
+        for each in list(inspect.signature(patch).parameters.values())[2:]
+        if each.kind == each.POSITIONAL_OR_KEYWORD
+    ]
+    assert named == list(inspect.signature(getattr(nn.functional, name)).parameters)[: len(named)]
 
 
 # The bytes that a proof counts as the file's own.
