@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism by hand, as one would write them for these blocks."""
+"""Tensor and pipeline parallelism by hand, for the blocks of net.py."""
 
 from typing import Any
 

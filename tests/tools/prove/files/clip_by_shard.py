@@ -1,4 +1,4 @@
-"""What FSDP's documentation of clip_grad_norm_ warns of: each rank clips by the norm of its own shards."""
+"""The error that FSDP's documentation of clip_grad_norm_ warns of: each rank clips by the norm of its own shards."""
 
 import torch
 from net import batch, loss, model

@@ -1,4 +1,4 @@
-"""Megatron-LM issue 906: the loss is multiplied by the context parallel ranks, the gradient not divided by them."""
+"""Megatron-LM issue 906: the loss is multiplied by the number of context parallel ranks, and the gradient is not divided by it."""
 
 import torch.distributed as dist
 from axes import sum_gradients

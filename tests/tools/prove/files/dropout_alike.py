@@ -1,4 +1,4 @@
-"""transformers issue 31412: one seed for all ranks, so each drops the same units of other samples."""
+"""transformers issue 31412: one seed for all ranks, so each drops the same units for different samples."""
 
 import torch
 from axes import sum_gradients

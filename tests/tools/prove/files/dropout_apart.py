@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed pull request 276: tensor-parallel ranks hold the same activations, and each drops others."""
+"""Megatron-DeepSpeed pull request 276: tensor-parallel ranks have the same activations, but drop different ones."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Megatron-LM issue 1012: gradients are summed over ranks before the last of them has been computed."""
+"""Megatron-LM issue 1012: gradients are summed over ranks before the last microbatch is computed."""
 
 from axes import sum_gradients
 from net import batch, loss, model

@@ -1,4 +1,4 @@
-"""transformers issue 34242, of the same family: DDP averages means over ranks that have other numbers of tokens."""
+"""transformers issue 34242, of the same family: DDP averages means of ranks with different numbers of tokens."""
 
 from net import PADDING, batch, loss, model
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""SkyRL issue 1709: ranks whose model was made without memory have the weights of rank 0, and no rotary frequencies."""
+"""SkyRL issue 1709: ranks whose model was built on the meta device get rank 0's weights, but no rotary frequencies."""
 
 import torch
 import torch.distributed as dist

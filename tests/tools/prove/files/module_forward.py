@@ -1,4 +1,4 @@
-"""minimind issue 853: the forward pass runs through DDP's .module, so nothing is ever summed."""
+"""minimind issue 853: the forward pass runs through DDP's .module, so no gradient is ever summed."""
 
 from net import batch, loss, model
 from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""What the files here train: a few residual blocks over tokens, whose batches have padding of another length a sample."""
+"""The model of these files: a few residual blocks over tokens; the samples of a batch have different padding."""
 
 import torch
 from torch import Tensor, nn

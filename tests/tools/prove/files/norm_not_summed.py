@@ -1,4 +1,4 @@
-"""Megatron-LM issue 1446: under sequence parallelism a norm's gradient is its own tokens', and nobody sums it over tp."""
+"""Megatron-LM issue 1446: under sequence parallelism the gradient of a norm covers one rank's tokens, and is never summed."""
 
 import torch
 import torch.distributed as dist

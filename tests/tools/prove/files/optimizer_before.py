@@ -1,4 +1,4 @@
-"""PyTorch issue 149205: the optimizer has the parameters of before, which nobody trains any more."""
+"""PyTorch issue 149205: the optimizer has the old parameters, which are not trained any more."""
 
 import torch
 from axes import sum_gradients

@@ -1,4 +1,4 @@
-"""Gradients summed by hand, clipped by the norm of the whole."""
+"""Gradients summed by hand, clipped by the norm of the whole model."""
 
 import torch
 from axes import sum_gradients

@@ -1,4 +1,4 @@
-"""DDP, accumulated by no_sync: it averages over ranks, so the loss is that many times the share."""
+"""DDP, accumulated with no_sync: it averages over ranks, so the loss is multiplied by their number."""
 
 from contextlib import nullcontext
 

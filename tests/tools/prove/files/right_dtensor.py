@@ -1,4 +1,4 @@
-"""PyTorch's own tensor parallelism, whose parameters are DTensors, beside data parallelism by hand."""
+"""PyTorch's own tensor parallelism, whose parameters are DTensors, with data parallelism by hand."""
 
 import math
 

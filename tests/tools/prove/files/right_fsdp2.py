@@ -1,4 +1,4 @@
-"""fully_shard, a block a unit; it averages too."""
+"""fully_shard, one unit per block; it averages too."""
 
 import torch.distributed as dist
 from net import batch, loss, model

@@ -1,4 +1,4 @@
-"""A model alone: tied, with dropout, a layer that nothing uses and buffers, three written; all else is the lab's."""
+"""A model alone: tied, with dropout, an unused layer and buffers, of which three change; the rest is the lab's."""
 
 import torch
 from net import Net

@@ -1,4 +1,4 @@
-"""A strategy as the contract of a mode has it: a wave of sums, each as its gradient is there."""
+"""A strategy as in distlab.contract: it sums each gradient as soon as it is ready."""
 
 import torch
 import torch.distributed as dist

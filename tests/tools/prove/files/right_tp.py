@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand, beside data parallelism where the ranks allow it."""
+"""Tensor parallelism by hand, with data parallelism if the number of ranks allows it."""
 
 from axes import cut, sum_gradients
 from net import batch, loss, model

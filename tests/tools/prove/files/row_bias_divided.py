@@ -1,4 +1,4 @@
-"""torchtitan pull request 4332: a bias that is divided so that ranks can add it gets a gradient divided as well."""
+"""torchtitan pull request 4332: a bias is divided so that every rank can add it, and so is its gradient."""
 
 from axes import Row, Sum, cut
 from net import batch, loss, model

@@ -1,4 +1,4 @@
-"""Scripts whose ranks agree on the wrong thing, each a function: `script_wrong.py NAME`, with `right` behind it mended.
+"""Scripts whose ranks agree on the wrong thing, each a function: `script_wrong.py NAME`, with `right` after it corrected.
 
 The comment of each is the public report that it is written after.
 """

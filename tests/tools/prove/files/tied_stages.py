@@ -1,4 +1,4 @@
-"""Megatron-LM issue 656 and others: embedding and head are one weight, on two stages, each with its own gradient."""
+"""Megatron-LM issue 656 and others: tied embedding and head are on two stages, and each uses its own gradient."""
 
 import torch
 from axes import backward, stage
