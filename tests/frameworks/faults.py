@@ -1,6 +1,6 @@
-"""Six classic faults a framework, each a change of its right script, and what has to be told of it.
+"""Six classic faults per framework, each a change of its right script, and what a report of it must contain.
 
-A line that ends with `# (a)` has to be named; `told` is a part of what is found, or asked.
+The report must name the line that ends with `# (a)`; `parts` are parts of the finding, or of the question.
 """
 
 import re
@@ -22,16 +22,16 @@ class Fault(NamedTuple):
 
     script: str
     fault: str
-    changes: tuple[tuple[str, str], ...]  # what is replaced, and by what
-    told: tuple[str, ...]  # the framework's call, by what the ranks parted, the remedy
-    asked: bool = False  # a question, and no finding
+    changes: tuple[tuple[str, str], ...]  # pairs of old and new text
+    parts: tuple[str, ...]  # the framework's call, the cause, the remedy
+    is_question: bool = False  # reported as a question, not a finding
 
     def write(self, folder: Path) -> Path:
-        """The faulty script; raises ValueError where a change does not fit."""
+        """Write the faulty script; raises ValueError if a change does not fit."""
         text = (SCRIPTS / f"{self.script}_right.py").read_text()
         for old, new in self.changes:
             if text.count(old) != 1:
-                raise ValueError(f"{old!r} stands {text.count(old)} times in {self.script}_right.py")
+                raise ValueError(f"{old!r} is {text.count(old)} times in {self.script}_right.py")
             text = text.replace(old, new)
         script = folder / "train.py"
         script.write_text(text)
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 def before_main(text: str, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """A class before the main function, which uses it by other changes."""
+    """Return a change that puts a class before the main function, and the changes that use it."""
     return (("def main(folder):\n", f"{text.strip()}\n\n\ndef main(folder):\n"), *more)
 
 
@@ -51,7 +51,7 @@ FAULTS = (
              "            if step == 3 and accelerator.process_index == 1:\n                continue\n"),
         ),
         ("rank 1 skipped a batch", "called backward 3 times in it, and rank 0 4", "accelerator.backward(0 * loss)"),
-        asked=True,
+        is_question=True,
     ),
     Fault(
         "accelerate", EVALUATES,
@@ -240,7 +240,7 @@ class Mine(Trainer):
     ),
 )  # fmt: skip
 
-# Right scripts are left alone; made so that each rank trains by itself they are no pass.
+# Right scripts pass; changed so that each rank trains by itself they do not.
 ALONE = (
     Fault(
         "lightning", APART, (('accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", ', ""),),
@@ -260,15 +260,15 @@ ALONE = (
 
 
 def versions() -> dict[str, str]:
-    """The pinned version of each framework, by its script."""
+    """Return the pinned version of each framework, by script."""
     group = tomllib.loads((TOP / "pyproject.toml").read_text())["dependency-groups"]["frameworks"]
     pinned = dict(re.fullmatch(r"([\w-]+)==([\d.]+)", each).groups() for each in group)  # type: ignore[union-attr, misc]
     return {script: f"{package} {pinned[package]}" for script, package in PACKAGES.items()}
 
 
 def table() -> Iterator[str]:
-    """The lines of docs/check.md's table: for each fault the remedy in each framework's terms, the last of `told`."""
-    remedies = {(each.fault, each.script): each.told[-1] for each in (*FAULTS, *ALONE)}
+    """Yield the lines of docs/check.md's table: per fault the remedy in each framework's terms, the last of `parts`."""
+    remedies = {(each.fault, each.script): each.parts[-1] for each in (*FAULTS, *ALONE)}
     yield f"| fault | {' | '.join(versions().values())} |"
     yield f"|---|{'---|' * len(PACKAGES)}"
     for fault in dict.fromkeys(fault for fault, _ in remedies):
