@@ -3,7 +3,7 @@
 A gradient is a sum over samples. So a wrong one is expressed as another sum of the same parts, by least squares over
 each microbatch's gradient (and for a tied weight each of its uses): one factor for all is an error of scale, only the
 rank's own part is a missing sum, only the last microbatch is an overwritten sum, and weights of 1 / a part's number of
-terms are a mean of means. If it is no such sum, its sum with the neighbours' along an axis of the mesh may be.
+terms are a mean of means. If it is no such sum, the sum over the neighbours along each axis of the mesh is tried.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

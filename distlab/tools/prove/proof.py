@@ -209,7 +209,7 @@ EXCHANGED = (Dense, Snapshot, reference.Buffers, RankRecords, Deviation, Rows, L
 
 
 def play(job: Job, reporter: Reporter, recorder: Recorder, waits: Waits, config: Config) -> None:
-    """Prove the file, in place of running a script, and report the findings."""
+    """Prove the file, instead of running a script, and report the findings."""
     enter_script(job)
     observe_exits(raise_exited)
     try:

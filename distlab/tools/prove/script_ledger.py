@@ -154,8 +154,8 @@ class Ledger:
 
     @harmless
     def _on_schedule_step(self, _: Any, schedule: Any, *__: Any, **___: Any) -> None:
-        """Record a schedule's class, its steps, its length if known, and where it is stepped, except for its
-        creation."""
+        """Record a schedule's class, its steps, its length if known, and where it is stepped; its creation does not
+        count as a step."""
         known = self._schedules.get(id(schedule))
         line = "" if known is None else known[3] or self.recorder.places.line_of(3)
         lengths = [getattr(schedule, name) for name in LENGTHS if isinstance(getattr(schedule, name, None), int)]
@@ -182,7 +182,7 @@ class Ledger:
 
     @harmless
     def write(self) -> None:
-        """Write the records at the end, also when the reference has done enough."""
+        """Write the records at the end, or when the reference stops."""
         records = {
             "passes": self.samples.passes, "lengths": self.samples.lengths, "rates": self.steps.rates,
             "steps": self.steps.number, "states": self._states, "set": self._set, "metrics": self._metrics,

@@ -180,8 +180,8 @@ def different_evaluations(ranks: Sequence[Ledger]) -> Iterator[str]:
 
 
 def wrongly_restored(ranks: Sequence[Ledger]) -> Iterator[str]:
-    """Yield an optimizer that gets back its own state on one rank and another's on others: each state is different, as
-    when sharded, and the file has only rank 0's."""
+    """Yield an optimizer that gets its own state back on rank 0 only: each rank has a different state, such as a shard,
+    but the file has only rank 0's."""
     kept = [ledger["kept"] for ledger in ranks]
     if len({tuple((what, step) for what, step, _, _ in mine) for mine in kept}) > 1:
         return

@@ -96,7 +96,7 @@ class Reference:
         self._load(self._after[self.steps.number - 1])
 
     def _stop(self) -> None:
-        """Stop: enough is known; ranks that wait for this one in a call are ended with it."""
+        """Stop the reference, which has done enough; ranks that wait for this one in a call end with it."""
         self._ledger.write()
         sys.stdout.flush()
         self.recorder.reporter.send("ended", 0, now())

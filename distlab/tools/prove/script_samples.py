@@ -96,7 +96,7 @@ class Samples:
         return self._finish(record, batch, drawn)
 
     def batch(self, *tensors: Any) -> Any:
-        """distlab.batch: return the same tensors on the proven ranks, and those of all ranks on one."""
+        """distlab.batch: return these tensors on the ranks, and those of all ranks in the reference."""
         line = self.recorder.places.line_of(1)
         record = self._by_hand.get(line) or self._by_hand.setdefault(line, self._pass(line, -1))
         record["trains"] = True
@@ -145,7 +145,7 @@ class RecordedBatches:
         self._folders, self._reordered = folders, reordered
         self._part, self._parts = part
         self._ledgers = [json.loads((each / "ledger.json").read_text()) for each in folders]
-        self._passes = [{(each["line"], each["turn"]): each for each in told["passes"]} for told in self._ledgers]
+        self._passes = [{(each["line"], each["turn"]): each for each in one["passes"]} for one in self._ledgers]
         self.chunks: list[int] = []  # samples of each rank in the last batch
 
     def length(self, line: str, turn: int) -> int | None:
@@ -207,7 +207,7 @@ def name_of(record: Mapping[str, Any], number: int) -> str:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Concatenate several batches; raises Mixed."""
+    """Concatenate several batches; raises NotCombinable."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -153,7 +153,7 @@ class ScriptSteps:
                 self._inputs[f"{name} {list(value.shape[1:])}"] |= {zlib.crc32(raw(row)) for row in rows}
 
     def _begin(self, what: str, kept: Any) -> None:
-        """Forget what came before the last step, at the first new event: one pass may serve two optimizers."""
+        """Clear the values of earlier steps at the first new one, not earlier: one pass may serve two optimizers."""
         if self._begun.get(what) != self.number:
             self._begun[what] = self.number
             kept.clear()
@@ -177,7 +177,7 @@ class ScriptSteps:
             begin()
 
     def _name_flat(self, flat: Any, parts: list[FlatPart]) -> None:
-        """The tensors in a flat parameter; with `use_orig_params` the optimizer steps each by itself."""
+        """Name the tensors in a flat parameter; with `use_orig_params` the optimizer steps each separately."""
         stepped = flat._params or [flat] * len(parts)
         kept = parts if flat._params is None else [part._replace(where=slice(None)) for part in parts]
         self._flat |= {
@@ -239,7 +239,7 @@ class ScriptSteps:
             self._gradients = self._pieces(stepped, gradients=True)
 
     def _pieces(self, stepped: Sequence[Tensor], gradients: bool = False) -> dict[str, list[Any]]:
-        """What this rank has of each tensor, or of its gradient, by name."""
+        """Return this rank's part of each tensor, or of its gradient, by name."""
         found: dict[str, list[Any]] = {}
         for each in stepped:
             tensor = each.grad if gradients else each
@@ -314,8 +314,8 @@ def unflattened(flat: Any, gradient: Tensor) -> list[Tensor]:
 
 
 def inputs_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensor inputs of the outermost module in whose forward this call is made; from the frame, since a
-    global hook gets no keywords."""
+    """Yield the tensor inputs of the module whose forward pass calls this; they are read from the frame, since a global
+    hook gets no keyword arguments."""
     frame: Any = sys._getframe(1)
     found: tuple[Any, Mapping[str, Any]] = ((), {})
     called: Any = nn.Module._call_impl.__code__

@@ -76,7 +76,7 @@ def play_hooks(answer: Any, bench: Bench) -> Tensors:
     def note(gradient: Tensor) -> None:  # noqa: ARG001
         bench.note("before the first layer", bench.num_calls())
 
-    def after_first(module: nn.Module, given: object, output: Tensor) -> None:  # noqa: ARG001
+    def after_first(module: nn.Module, inputs: object, output: Tensor) -> None:  # noqa: ARG001
         output.register_hook(note)
 
     layers[0].register_forward_hook(after_first)
@@ -108,7 +108,7 @@ def overlaps(world_size: int, reports: Sequence[Report]) -> str:
             at = f"{waiting[0].op} at {waiting[0].line} on rank {rank}"
             return f"the backward pass waits for {at}: launch it with async_op=True"
         if world_size > 1 and not report.seen["before the first layer"]:
-            return f"no all_reduce was launched before the backward pass came to the first layer on rank {rank}"
+            return f"no all_reduce was launched before the backward pass reached the first layer on rank {rank}"
     return ""
 
 
@@ -213,7 +213,7 @@ def accumulate(
     ...
 ''',
     hints=(
-        "backward() adds to grad: nothing has to be done between microbatches.",
+        "backward() adds to grad, so nothing is needed between microbatches.",
         "One all_reduce per parameter after the last microbatch is enough, or one of all in a flat bucket.",
     ),
     allowed=frozenset({"all_reduce"}),

@@ -11,7 +11,7 @@ REFUSED = {
 
 
 def broadcast_1(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
-    """The root sends to everyone, one after another."""
+    """The root sends to all ranks, one after another."""
     if group.rank() != root:
         dist.recv(tensor, group_src=root, group=group)
         return
@@ -21,7 +21,7 @@ def broadcast_1(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_2(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
-    """The places are counted from rank 0, whatever the root."""
+    """The places are counted from rank 0, not from the root."""
     n, place, reached = group.size(), group.rank(), 1
     while reached < n:
         if place < reached and place + reached < n:
@@ -32,7 +32,7 @@ def broadcast_2(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_3(tensor: Tensor, root: int, group: dist.ProcessGroup) -> None:
-    """Passed on around the ring, and the root waits for its left neighbour too before it begins."""
+    """Passed on around the ring, but the root too waits for its left neighbour before it begins."""
     n, rank = group.size(), group.rank()
     if n > 1:
         dist.recv(tensor, group_src=(rank - 1) % n, group=group)

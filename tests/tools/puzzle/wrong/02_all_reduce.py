@@ -12,7 +12,7 @@ REFUSED = {
 
 
 def all_reduce_1(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Recursive doubling, which is right for powers of two alone."""
+    """Recursive doubling, which is right for powers of two only."""
     n, rank, distance = group.size(), group.rank(), 1
     while distance < n:
         other = rank ^ distance
@@ -26,7 +26,7 @@ def all_reduce_1(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_reduce_2(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Everyone sends to everyone."""
+    """Every rank sends to every other one."""
     own = tensor.clone()
     others = [other for other in range(group.size()) if other != group.rank()]
     sending = [dist.isend(own, group_dst=other, group=group) for other in others]
@@ -39,7 +39,7 @@ def all_reduce_2(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_reduce_3(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Around the ring, and all ranks send before they receive."""
+    """Around the ring, but all ranks send before they receive."""
     n, rank, passed = group.size(), group.rank(), tensor.clone()
     for _ in range(n - 1):
         dist.send(passed, group_dst=(rank + 1) % n, group=group)

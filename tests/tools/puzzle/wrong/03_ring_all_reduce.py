@@ -12,7 +12,7 @@ REFUSED = {
 
 
 def ring_all_reduce_1(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The whole tensor travels, not a chunk of it."""
+    """The whole tensor is sent around, not a chunk of it."""
     passed = tensor.clone()
     for _ in range(group.size() - 1):
         passed = sent([passed] * group.size(), 0, 0, group)
@@ -43,6 +43,6 @@ def ring_all_reduce_2(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def ring_all_reduce_3(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """The chunks have the same size, and what is left over belongs to none."""
+    """The chunks have the same size, and the remaining numbers belong to none."""
     n = group.size()
     ring([tensor[i * (len(tensor) // n) : (i + 1) * (len(tensor) // n)] for i in range(n)], group, first=1)

@@ -12,7 +12,7 @@ REFUSED = {
 
 
 def from_others(sent: dict[int, Tensor], into: dict[int, Tensor], group: dist.ProcessGroup) -> None:
-    """Send to the others and receive from them, by rank."""
+    """Send `sent` to the other ranks and receive `into` from them, both by rank."""
     sending = [dist.isend(tensor, group_dst=other, group=group) for other, tensor in sent.items()]
     for other, tensor in into.items():
         dist.recv(tensor, group_src=other, group=group)
@@ -21,7 +21,7 @@ def from_others(sent: dict[int, Tensor], into: dict[int, Tensor], group: dist.Pr
 
 
 def reduce_scatter_1(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The parts have equal sizes, whatever `sizes` says."""
+    """The parts have equal sizes; `sizes` is ignored."""
     n, rank = group.size(), group.rank()
     parts = tensor.split(len(tensor) // n)
     others = [other for other in range(n) if other != rank]
@@ -31,7 +31,7 @@ def reduce_scatter_1(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup)
 
 
 def reduce_scatter_2(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Everyone sends all of its tensor, and takes its part of the sum."""
+    """Every rank sends its whole tensor, and uses its part of the sum."""
     others = [other for other in range(group.size()) if other != group.rank()]
     into = {other: torch.empty_like(tensor) for other in others}
     from_others(dict.fromkeys(others, tensor), into, group)
@@ -39,7 +39,7 @@ def reduce_scatter_2(tensor: Tensor, sizes: list[int], group: dist.ProcessGroup)
 
 
 def all_gather_3(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """The own part comes first on every rank."""
+    """Every rank puts its own part first."""
     n, rank = group.size(), group.rank()
     others = [(rank + i) % n for i in range(1, n)]
     into = {other: part.new_empty(sizes[other]) for other in others}

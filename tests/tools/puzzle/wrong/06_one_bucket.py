@@ -12,7 +12,7 @@ REFUSED = {
 
 
 def average_in_one_call_1(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """A call for each gradient."""
+    """One call per gradient."""
     for gradient in gradients:
         summed = gradient.contiguous()
         dist.all_reduce(summed, group=group)
@@ -27,7 +27,7 @@ def average_in_one_call_2(gradients: list[Tensor], group: dist.ProcessGroup) -> 
 
 
 def average_in_one_call_3(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """What is not contiguous is copied back into a copy of it."""
+    """A gradient that is not contiguous is written into a copy, which is lost."""
     bucket = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(bucket, group=group)
     parts = (bucket / group.size()).split([gradient.numel() for gradient in gradients])

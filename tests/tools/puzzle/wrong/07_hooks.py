@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 REFUSED = {
-    1: r"no all_reduce was launched before the backward pass came to the first layer on rank 0",
+    1: r"no all_reduce was launched before the backward pass reached the first layer on rank 0",
     2: r"the backward pass waits for all_reduce at 07_hooks.py:\d+ on rank 0",
     3: r"0.weight on rank 0 .* it is this rank's own gradient, which was never averaged",
 }
 
 
 class Buckets:
-    """Gradients by bucket; the last is not launched unless somebody does."""
+    """Gradients by bucket; the caller launches the last one."""
 
     def __init__(self, bucket_bytes: int, group: dist.ProcessGroup, *, waits: bool = False) -> None:
         self.bucket_bytes, self.group, self.waits = bucket_bytes, group, waits
@@ -54,7 +54,7 @@ def attach_1(model: torch.nn.Module, bucket_bytes: int, group: dist.ProcessGroup
 
 
 def attach_2(model: torch.nn.Module, bucket_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Each all_reduce is waited for in the hook, and the backward pass with it."""
+    """Each hook waits for its all_reduce, and so the backward pass does."""
     buckets = Buckets(bucket_bytes, group, waits=True)
     for each in model.parameters():
         each.register_post_accumulate_grad_hook(buckets.ready)

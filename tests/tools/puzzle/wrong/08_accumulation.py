@@ -18,7 +18,7 @@ Microbatches = list[tuple[Tensor, Tensor]]
 def accumulate_1(
     model: torch.nn.Module, loss: Loss, microbatches: Microbatches, num_samples: int, group: dist.ProcessGroup
 ) -> None:
-    """A sync after each microbatch, of all that has been added up so far."""
+    """A sync after each microbatch, of the sum so far."""
     for inputs, targets in microbatches:
         (loss(model, inputs, targets) / num_samples).backward()
         for parameter in model.parameters():
@@ -28,7 +28,7 @@ def accumulate_1(
 def accumulate_2(
     model: torch.nn.Module, loss: Loss, microbatches: Microbatches, num_samples: int, group: dist.ProcessGroup
 ) -> None:
-    """A sync of each microbatch's own gradients: right, and three times as much is sent."""
+    """A sync of each microbatch's own gradients: right, but it sends three times as much."""
     for inputs, targets in microbatches:
         total = loss(model, inputs, targets) / num_samples
         for parameter, gradient in zip(
@@ -42,7 +42,7 @@ def accumulate_2(
 def accumulate_3(
     model: torch.nn.Module, loss: Loss, microbatches: Microbatches, num_samples: int, group: dist.ProcessGroup
 ) -> None:
-    """The sum is made into a copy, and the gradients stay as they are."""
+    """A copy is summed, and the gradients stay as they are."""
     for inputs, targets in microbatches:
         (loss(model, inputs, targets) / num_samples).backward()
     for parameter in model.parameters():

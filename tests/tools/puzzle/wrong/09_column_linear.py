@@ -12,7 +12,7 @@ REFUSED = {
 
 
 def column_linear_1(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Right in the forward pass, and nothing is summed in the backward pass."""
+    """Right in the forward pass, but nothing is summed in the backward pass."""
     return x @ weight.T
 
 

@@ -13,7 +13,7 @@ Losses = tuple[Tensor, Tensor]
 
 
 def cross_entropy_1(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Losses:
-    """The largest logit is not taken off."""
+    """The largest logit is not subtracted."""
     total = logits.exp().sum(1)
     dist.all_reduce(total, group=group)
     mine = ((targets >= first) & (targets < first + logits.shape[1])).nonzero()[:, 0]
@@ -26,7 +26,7 @@ def cross_entropy_1(logits: Tensor, targets: Tensor, first: int, group: dist.Pro
 
 
 def cross_entropy_2(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Losses:
-    """Ranks that do not have the target take their nearest word."""
+    """Ranks that do not have the target use their nearest word."""
     largest = logits.max(1).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     exponentials = (logits - largest[:, None]).exp()

@@ -46,7 +46,7 @@ class Stage:
 
 
 def pipeline_step_1(stage: torch.nn.Module, inputs: list[Tensor], loss: Loss, shapes: Shapes, group) -> None:
-    """The backward pass ends at the border of the last rank."""
+    """The backward pass stops at the last stage."""
     here = Stage(stage, inputs, loss, shapes, group)
     for number in range(len(shapes)):
         here.forward(number)
@@ -55,7 +55,7 @@ def pipeline_step_1(stage: torch.nn.Module, inputs: list[Tensor], loss: Loss, sh
 
 
 def pipeline_step_2(stage: torch.nn.Module, inputs: list[Tensor], loss: Loss, shapes: Shapes, group) -> None:
-    """The gradients of a microbatch take the place of those before it."""
+    """The gradients of a microbatch replace the earlier ones."""
     here = Stage(stage, inputs, loss, shapes, group)
     for number in range(len(shapes)):
         here.forward(number)
@@ -65,7 +65,7 @@ def pipeline_step_2(stage: torch.nn.Module, inputs: list[Tensor], loss: Loss, sh
 
 
 def pipeline_step_3(stage: torch.nn.Module, inputs: list[Tensor], loss: Loss, shapes: Shapes, group) -> None:
-    """1F1B with a send that waits: a stage sends forward while the next one sends back, and nobody receives."""
+    """1F1B with blocking sends: a stage sends forward while the next one sends back, and neither receives."""
     here = Stage(stage, inputs, loss, shapes, group)
     warm_up = min(here.last - here.rank, len(shapes))
     for number in range(warm_up):

@@ -13,7 +13,7 @@ REFUSED = {
 
 
 def zero1_step_1(weights: Tensor, gradient: Tensor, momentum: Tensor, lr: float, group: dist.ProcessGroup) -> None:
-    """An all_reduce of the whole gradient, of which each rank uses its part: half as much again is sent."""
+    """An all_reduce of the whole gradient, of which each rank uses its part: it sends 1.5 times as much."""
     n, size = group.size(), len(momentum)
     missing = n * size - len(weights)
     summed = pad(gradient, (0, missing))
@@ -35,7 +35,7 @@ def zero1_step_2(weights: Tensor, gradient: Tensor, momentum: Tensor, lr: float,
 
 
 def zero1_step_3(weights: Tensor, gradient: Tensor, momentum: Tensor, lr: float, group: dist.ProcessGroup) -> None:
-    """The sum over ranks, where the mean is wanted."""
+    """The sum over ranks instead of the mean."""
     n, size = group.size(), len(momentum)
     missing = n * size - len(weights)
     shard = torch.empty_like(momentum)

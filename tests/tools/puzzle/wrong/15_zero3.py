@@ -40,7 +40,7 @@ def zero3_step_1(shards: list[Tensor], width: int, x: Tensor, group: dist.Proces
 
 
 def zero3_step_2(shards: list[Tensor], width: int, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The weights go at once, and the whole gradients are kept until all are there."""
+    """The weights are freed at once, but whole gradients are kept until all are computed."""
     hidden = [x]
     for shard in shards:
         hidden.append(torch.tanh(hidden[-1] @ gather(shard, width, group).T))
@@ -53,7 +53,7 @@ def zero3_step_2(shards: list[Tensor], width: int, x: Tensor, group: dist.Proces
 
 
 def zero3_step_3(shards: list[Tensor], width: int, x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The gradient is cut into shards, and not summed over ranks."""
+    """The gradient is cut into shards, but not summed over ranks."""
     hidden = [x]
     for shard in shards:
         hidden.append(torch.tanh(hidden[-1] @ gather(shard, width, group).T))

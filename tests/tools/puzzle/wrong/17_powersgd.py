@@ -37,7 +37,7 @@ def powersgd_step_2(gradient: Tensor, error: Tensor, q: Tensor, group: dist.Proc
 
 
 def powersgd_step_3(gradient: Tensor, error: Tensor, q: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The error is kept, and never added."""
+    """The error is kept, but never added."""
     p = torch.linalg.qr(summed(gradient @ q, group)).Q
     q = summed(gradient.T @ p, group) / group.size()
     error.copy_(gradient - p @ q.T)

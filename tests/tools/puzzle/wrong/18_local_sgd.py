@@ -31,7 +31,7 @@ def local_sgd_2(weights: Tensor, gradient_of: Gradient, num_steps: int, period: 
 
 
 def local_sgd_3(weights: Tensor, gradient_of: Gradient, num_steps: int, period: int, lr: float, group) -> None:
-    """The mean of the gradients at the end of a period, in place of that of the weights."""
+    """The mean of the gradients at the end of a period instead of the mean of the weights."""
     for step in range(num_steps):
         gradient = gradient_of(weights, step)
         if (step + 1) % period == 0 or step + 1 == num_steps:

@@ -15,7 +15,7 @@ REFUSED = {
 
 
 def save_1(shard: Tensor, step: int, folder: str, group: dist.ProcessGroup) -> None:
-    """The old file is written over."""
+    """The old file is overwritten."""
     torch.save((step, shard), f"{folder}/rank{group.rank()}")
     dist.barrier(group=group)
 
@@ -25,7 +25,7 @@ def load_1(folder: str, group: dist.ProcessGroup) -> tuple[int, Tensor]:
 
 
 def save_2(shard: Tensor, step: int, folder: str, group: dist.ProcessGroup) -> None:
-    """Each file is atomic, and nobody waits for the others: ranks end at different steps."""
+    """Each file is atomic, but no rank waits for the others: ranks end at different steps."""
     path = f"{folder}/rank{group.rank()}"
     torch.save((step, shard), path + ".part")
     os.replace(path + ".part", path)
@@ -37,7 +37,7 @@ def load_2(folder: str, group: dist.ProcessGroup) -> tuple[int, Tensor]:
 
 
 def save_3(shard: Tensor, step: int, folder: str, group: dist.ProcessGroup) -> None:
-    """Rank 0 says that the step is the one to load before all have written theirs."""
+    """Rank 0 records the step as the one to load before all ranks have written theirs."""
     if group.rank() == 0:
         Path(folder, "latest").write_text(str(step))
     torch.save(shard, f"{folder}/step{step}-rank{group.rank()}")

@@ -26,7 +26,7 @@ def passed_on(tensors: list[Tensor], size: int, group: dist.ProcessGroup) -> lis
 
 
 def ring_attention_1(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Tensor:
-    """Each block's softmax is taken by itself, and their mean."""
+    """The mean of each block's own softmax."""
     n, output, block = group.size(), torch.zeros_like(q), [k, v]
     for i in range(n):
         output += torch.softmax(q @ block[0].T / math.sqrt(q.shape[1]), 1) @ block[1] / n
@@ -36,7 +36,7 @@ def ring_attention_1(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: dist.
 
 
 def ring_attention_2(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Tensor:
-    """All ranks send first, and wait until somebody receives."""
+    """All ranks send first, and wait for a receiver."""
     n, rank, blocks = group.size(), group.rank(), [(k, v)]
     for i in range(n - 1):
         for each in blocks[-1]:
@@ -50,7 +50,7 @@ def ring_attention_2(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: dist.
 
 
 def ring_attention_3(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Tensor:
-    """All blocks are kept, and attention is computed once they are there."""
+    """All blocks are kept, and attention is computed after the last one."""
     n, blocks = group.size(), [[k, v]]
     for i in range(n - 1):
         blocks.append(passed_on(blocks[-1], sizes[(group.rank() - i - 1) % n], group))

@@ -11,7 +11,7 @@ REFUSED = {
 
 
 def averaged_1(gradient: Tensor, num_workers: int) -> Tensor:
-    """The sum."""
+    """The sum instead of the mean."""
     total = gradient.clone()
     dist.all_reduce(total)
     return total

@@ -8,15 +8,15 @@ REFUSED = {
 
 
 def accumulation_steps_1(microbatch: int, batch: int) -> int:
-    """Samples of samples."""
+    """The batch times the microbatch."""
     return batch * microbatch
 
 
 def accumulated_2(gradients: list[float]) -> tuple[float, float]:
-    """Right with the lesson's numbers alone."""
+    """Right for the lesson's numbers only."""
     return sum(gradients), sum(gradients) / 4
 
 
 def scaled_rate_3(base_rate: float, base_batch: int, batch: int) -> float:
-    """As the noise of a gradient shrinks."""
+    """The square root rule."""
     return base_rate * (batch / base_batch) ** 0.5

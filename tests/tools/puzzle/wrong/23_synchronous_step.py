@@ -17,18 +17,18 @@ def mean_of(gradient: Tensor, num_workers: int) -> Tensor:
 
 
 def step_1(weights: Tensor, gradient: Tensor, learning_rate: float, num_workers: int) -> tuple[Tensor, Tensor]:
-    """By the sum."""
+    """A step by the sum of the gradients."""
     total = mean_of(gradient, 1)
     return total, weights - learning_rate * total
 
 
 def step_2(weights: Tensor, gradient: Tensor, learning_rate: float, num_workers: int) -> tuple[Tensor, Tensor]:
-    """Uphill."""
+    """A step uphill."""
     mean = mean_of(gradient, num_workers)
     return mean, weights + learning_rate * mean
 
 
 def step_3(weights: Tensor, gradient: Tensor, learning_rate: float, num_workers: int) -> tuple[Tensor, Tensor]:
-    """The whole gradient."""
+    """A step without the learning rate."""
     mean = mean_of(gradient, num_workers)
     return mean, weights - mean
