@@ -118,11 +118,10 @@ class Story:
         for call in calls:
             if call[9] >= 0:
                 waited[call[9]] += call[8]
-        start_s = sample.start_s
         ends = [call[6] for call in calls] if not sample.wait_s else [sample.wait_s[1]]
         nbytes = 4.0 * math.prod(sample.shape) if not calls else 0.0
         nbytes += sum(call[3] for call in calls if sample.op in MESSAGES or call[0] == sample.op or call[0] == "send")
-        return Act([sample], start_s, max(ends, default=start_s), nbytes, waited)
+        return Act([sample], sample.start_s, max(ends, default=sample.start_s), nbytes, waited)
 
     def main_act(self) -> Act | None:
         """Return the act whose numbers of all ranks are printed: a sum with the sampled parameter, or the largest."""
@@ -275,10 +274,11 @@ class Story:
         if len({span.label for span in spans}) < 2:
             return ""
         if act.first.op == "recv":
-            after = [span for span in spans if span.start_s >= act.end_s - CLOSE_S]
-            return f", for {after[0].kind} {after[0].label}" if after else ""
-        before = [span for span in spans if span.end_s <= act.start_s + CLOSE_S]
-        return f", of {before[-1].kind} {before[-1].label}" if before else ""
+            after = next((span for span in spans if span.start_s >= act.end_s - CLOSE_S), None)
+            return f", for {after.kind} {after.label}" if after else ""
+        before = (span for span in spans if span.end_s <= act.start_s + CLOSE_S)
+        nearest = min(before, key=lambda span: abs(span.end_s - act.start_s), default=None)
+        return f", of {nearest.kind} {nearest.label}" if nearest else ""
 
     def short(self, acts: Sequence[Act]) -> Chunk:
         """Return acts of one kind in one line."""

@@ -140,6 +140,13 @@ def test_a_message_has_one_key_at_both_ends() -> None:
     assert got == "    6.2    from rank 1: [4, 8]                                     +0.500000 +0.250000 +0.125000"
 
 
+def test_a_message_is_of_the_pass_that_ended_nearest_to_it() -> None:
+    spans = [["forward", "0", 0.001, 0.0039], ["forward", "1", 0.0041, 0.0046], ["backward", "0", 0.005, 0.006]]
+    sample = replace(SUM, op="send", ranks=[1, 2], parameters=[], shape=[4, 8], inside="", backward=False, of_ranks=[])
+    story = Story(START, replace(FIRST, calls=[SEND], spans=spans), replace(LOGGED, calls=[sample]), WIDTH)
+    assert any("to rank 2, of forward 0: [4, 8]" in line.text for line in story.lines(9))
+
+
 def test_calls_of_a_kind_are_printed_once_and_counted() -> None:
     samples = [
         replace(SUM, parameters=[], shape=[4, 8], inside=f"{layer}.mlp", backward=False, at_once=True, calls=[layer - 1],
