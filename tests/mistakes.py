@@ -69,13 +69,13 @@ def mistaken(run_mode: str, bug: str) -> dict[str, str]:
     """Return the settings of a run in which a bug must show: its needs, and only the variants that it requires."""
     mode = load(run_mode)
     needs = mode.mistakes[bug].needs
-    given = whole(run_mode) | {"LAB_BUG": bug} | SIZES.get(bug, {})
-    given |= {"LAB_CLIP": "0.05"} if needs.clip else {}
-    given |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
-    config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | given)
+    settings = whole(run_mode) | {"LAB_BUG": bug} | SIZES.get(bug, {})
+    settings |= {"LAB_CLIP": "0.05"} if needs.clip else {}
+    settings |= {"LAB_CHECKPOINT_EVERY": "2"} if needs.saves else {}
+    config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | settings)
     if config.num_microbatches < needs.microbatches:
-        given["LAB_MICROBATCHES"] = str(needs.microbatches)
-    return given | {"LAB_VARIANT": ",".join(makers(mode, bug, config))}
+        settings["LAB_MICROBATCHES"] = str(needs.microbatches)
+    return settings | {"LAB_VARIANT": ",".join(makers(mode, bug, config))}
 
 
 def makers(mode: Mode, bug: str, config: Config) -> list[str]:

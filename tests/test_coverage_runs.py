@@ -25,13 +25,11 @@ class Shown(NamedTuple):
 
     words: tuple[str, ...]
     fails: str = ""
-    more: str = (
-        ""  # settings beside those of the row, so that it takes seconds: a mistake's own needs, a narrower choice
-    )
+    more: str = ""  # further settings for a short run: the needs of a bug, or fewer variants
 
 
 PROVEN = r"proof +float64, against the reference +gradients +weights +losses"
-ALIKE = "WORLD_SIZE=3 LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # microbatches as long as each other: on busy cores one is too short to be drawn
+EQUAL_MICROBATCHES = "WORLD_SIZE=3 LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # equally long, because on busy cores a short one is not drawn
 HOLDS = {
     "RUN_MODE=comm": Shown((r"\nall_to_all", r"A ring all_reduce", r"all_reduce")),
     "RUN_MODE=comm LAB_VARIANT=server": Shown((r"server: \(N-1\)",)),
@@ -65,10 +63,10 @@ HOLDS = {
     "RUN_MODE=tp LAB_BUG=double_reduce": Shown((), "gradients"),
     "RUN_MODE=pp": Shown((r"1f1b bubble", r"rank 0 \|[.-]*0")),
     "RUN_MODE=pp LAB_VARIANT=one_microbatch WORLD_SIZE=2": Shown((r"one_microbatch calls", r"one_microbatch bubble +predicted 0\.5 ")),
-    "RUN_MODE=pp LAB_VARIANT=gpipe": Shown((r"gpipe: bubble", r"rank 0 \|[.-]*0[0.-]*1[1.-]*2[2.-]*3"), more=ALIKE),
+    "RUN_MODE=pp LAB_VARIANT=gpipe": Shown((r"gpipe: bubble", r"rank 0 \|[.-]*0[0.-]*1[1.-]*2[2.-]*3"), more=EQUAL_MICROBATCHES),
     "RUN_MODE=pp LAB_VARIANT=1f1b": Shown((r"1f1b in flight +0",)),
-    "RUN_MODE=pp LAB_VARIANT=gpipe,1f1b LAB_SLEEP_MS=30": Shown((r"gpipe: bubble", r"1f1b: bubble"), more=ALIKE),
-    "RUN_MODE=pp LAB_SLEEP_MS=30": Shown((r"gpipe bubble +predicted 0\.3333",), more=ALIKE),
+    "RUN_MODE=pp LAB_VARIANT=gpipe,1f1b LAB_SLEEP_MS=30": Shown((r"gpipe: bubble", r"1f1b: bubble"), more=EQUAL_MICROBATCHES),
+    "RUN_MODE=pp LAB_SLEEP_MS=30": Shown((r"gpipe bubble +predicted 0\.3333",), more=EQUAL_MICROBATCHES),
     "RUN_MODE=pp LAB_BUG=undivided_loss": Shown((), "gradients"),
     "RUN_MODE=cp": Shown((PROVEN, r"zigzag activation bytes", r"zigzag +1\.000 +1\.0", r"skipped +context_parallel")),
     "RUN_MODE=cp LAB_VARIANT=ring,ulysses": Shown((r"ring calls", r"ulysses calls", r"ring +1\.500 +1\.4")),
@@ -145,9 +143,9 @@ def settings(command: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_the_output_matches_the_row(runs: Runs, command: str) -> None:
-    held, given = HOLDS[command], settings(command)
-    ran = runs(int(given.pop("WORLD_SIZE", WORLD_SIZE)), held.fails, **given)
-    assert held.fails in failed(ran.judged) if held.fails else failed(ran.judged) == set()
+    expected, requested = HOLDS[command], settings(command)
+    ran = runs(int(requested.pop("WORLD_SIZE", WORLD_SIZE)), expected.fails, **requested)
+    assert expected.fails in failed(ran.judged) if expected.fails else failed(ran.judged) == set()
     output = "\n".join([(ran.folder / "rank0.log").read_text(), *verdict_lines(ran.judged, ran.records, None)])
     whole = re.sub(rf"\n {{{INDENT}}}(?=\S)", " ", output)  # where a sentence is wrapped depends on its numbers
-    assert [words for words in held.words if not re.search(words, output) and not re.search(words, whole)] == []
+    assert [words for words in expected.words if not re.search(words, output) and not re.search(words, whole)] == []

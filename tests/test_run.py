@@ -261,9 +261,9 @@ def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path)
 def test_make_quick_is_a_small_run_with_the_set_variables(checkout: Path, words: list[str]) -> None:
     done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | beside_an_engine(checkout), timeout_s=60)
     assert done.returncode == 0, done.stderr
-    given = set((checkout / "given").read_text().splitlines())
-    assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= given
-    assert ("LAB_STEPS=5" in given) == ("LAB_STEPS=7" not in words)
+    variables = set((checkout / "given").read_text().splitlines())
+    assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= variables
+    assert ("LAB_STEPS=5" in variables) == ("LAB_STEPS=7" not in words)
 
 
 def test_the_standard_output_has_only_run_json(checkout: Path) -> None:

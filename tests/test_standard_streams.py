@@ -19,9 +19,9 @@ UNHEARD = "output     nothing more is printed ({}): the run continues, and its l
 
 def shell(words: str, runs: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash with PYTHON as the interpreter; the exit code is that of a pipe's first command."""
-    given = os.environ | {"LAB_RUNS_DIR": str(runs), "PYTHON": sys.executable} | environ
+    variables = os.environ | {"LAB_RUNS_DIR": str(runs), "PYTHON": sys.executable} | environ
     command = ["bash", "-c", f"{words}; exit ${{PIPESTATUS[0]}}"]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
 
 
 def verdict(runs: Path) -> str:

@@ -80,15 +80,18 @@ class Stranger:
         while not self._over.is_set():
             self.found |= ports_of(self._pid)
             for port in self.found - begun:
-                for act in (self._tell, self._be_torch):  # a run may be over before torch's client has given up
+                for act in (
+                    self._send_forged,
+                    self._connect_as_torch,
+                ):  # a run may be over before torch's client has given up
                     threading.Thread(target=act, args=(port,), daemon=True).start()
             begun |= self.found
             time.sleep(0.05)
 
-    def _be_torch(self, port: Port) -> None:
+    def _connect_as_torch(self, port: Port) -> None:
         self.written += [done for done in [attack_as_tcp_store(port.number)] if done]
 
-    def _tell(self, port: Port) -> None:
+    def _send_forged(self, port: Port) -> None:
         while not self._over.is_set():
             for words in FORGED.values():
                 answer_to(port.number, words)

@@ -40,8 +40,8 @@ def test_a_run_is_rebuilt_from_its_records(tmp_path: Path, capsys: pytest.Captur
     assert main([str(run)]) == 0
     assert (run / "run.json").read_bytes() == before
     assert (run / "report.html").exists()
-    said = capsys.readouterr().out.splitlines()
-    assert said[-3:-1] == ["PASS       16 checks passed", f"report     {run / 'report.html'}"]
+    expected = capsys.readouterr().out.splitlines()
+    assert expected[-3:-1] == ["PASS       16 checks passed", f"report     {run / 'report.html'}"]
 
 
 def test_records_of_more_than_ten_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_junit_escapes_characters_that_xml_forbids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [('{"record": "end", "rank": 1, "dur', "is not a record"), ('{"record": "nonsense"}', "is not a record"),
      ('{"record": "end", "rank": 1}', "missing required field `started_at`"), ("[]", "is not a record"),
      ('{"record": "end", "rank": 1, "started_at": "long", "first_step_at": null, "ended_at": 1, "watch_cpu_s": 0}', "got `str` - at `$.started_at`"),
@@ -91,15 +91,15 @@ def test_junit_escapes_characters_that_xml_forbids(tmp_path: Path) -> None:
     ids=["truncated", "unknown", "field", "list", "type", "binary"],
 )  # fmt: skip
 def test_a_broken_line_is_refused_by_file_and_line(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = written(tmp_path / "run", good_run())
     number = len((run / "rank1.jsonl").read_text().splitlines()) + 1
     with (run / "rank1.jsonl").open("a", errors="surrogateescape") as records:
         records.write(line)
     assert main([str(run)]) == 2
-    told = capsys.readouterr().err
-    assert f"rank1.jsonl, line {number}" in told and said in told
+    output = capsys.readouterr().err
+    assert f"rank1.jsonl, line {number}" in output and expected in output
     assert not (run / "run.json").exists() and not (run / "report.html").exists()
 
 
@@ -148,10 +148,10 @@ def test_page_only_writes_no_verdict(tmp_path: Path) -> None:
 def test_two_runs_are_compared_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = written(tmp_path / "old", good_run()), written(tmp_path / "new", FAILING["a check"][0])
     assert main([str(old), str(new)]) == 0
-    first, *said = capsys.readouterr().out.splitlines()
+    first, *expected = capsys.readouterr().out.splitlines()
     assert first.split() == ["compare", "old", "new", "ratio"]  # both have one run id: then the folders name them
-    assert said[0].split() == ["verdict", "PASS", "FAIL"]
-    assert sum(line.split() == ["naive", "weights", "passed", "FAILED"] for line in said) == 1
+    assert expected[0].split() == ["verdict", "PASS", "FAIL"]
+    assert sum(line.split() == ["naive", "weights", "passed", "FAILED"] for line in expected) == 1
     assert not [*tmp_path.glob("*/*.html"), *tmp_path.glob("*/run.json")]
 
 
@@ -185,8 +185,8 @@ def test_it_runs_as_a_module_without_torch(tmp_path: Path) -> None:
 
 def test_without_a_run_the_command_for_one_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "latest")]) == 2
-    said = f"refused    {tmp_path}/latest is not the folder of a run: there is none yet, make one with ./run or `distlab run`"
-    assert capsys.readouterr().err == f"{said}\n"
+    expected = f"refused    {tmp_path}/latest is not the folder of a run: there is none yet, make one with ./run or `distlab run`"
+    assert capsys.readouterr().err == f"{expected}\n"
 
 
 def test_a_report_shows_the_planners_numbers_or_the_reason(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def held(runs: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(
-    ("words", "answer", "code", "said"),
+    ("words", "answer", "code", "expected"),
     [
         (["7"], Terminal("y\n"), 0, "remove 1 run? [y/N] removed    {runs}/old"),
         (["7"], Terminal("Yes\n"), 0, "remove 1 run? [y/N] removed    {runs}/old"),
@@ -250,16 +250,16 @@ def held(runs: Path) -> Iterator[None]:
     ],
 )
 def test_only_old_runs_are_removed_after_asking(
-    words: list[str], answer: io.StringIO, code: int, said: str, runs: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], answer: io.StringIO, code: int, expected: str, runs: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("sys.stdin", answer)
     before = {path for path in runs.parent.rglob("*") if "old" not in path.parts}
     assert main(["--clean", *words]) == code
-    told = "".join(capsys.readouterr())
-    assert said.format(runs=runs) in told
-    assert (f"old        {runs}/old\n" in told) == (words[0] == "7")
-    assert (runs / "old").exists() == ("removed  " not in said)
+    output = "".join(capsys.readouterr())
+    assert expected.format(runs=runs) in output
+    assert (f"old        {runs}/old\n" in output) == (words[0] == "7")
+    assert (runs / "old").exists() == ("removed  " not in expected)
     assert {path for path in runs.parent.rglob("*") if "old" not in path.parts} == before
 
 
