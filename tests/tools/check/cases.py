@@ -126,7 +126,7 @@ RIGHT = dict.fromkeys([
     "alone_first", "buckets_async", "buffers_written", "by_hand", "coalescing", "compiled", "cuda_asked", "cuda_ddp", "dcp", "dcp_job", "dtensor_job", "ddp", "ddp_accumulation", "ddp_buffers", "ddp_hook", "ddp_join",
     "ddp_power_sgd", "ddp_sampler", "ddp_sparse", "ddp_static_graph", "ddp_two", "ddp_unfrozen", "ddp_unused", "evaluated_twice", "exits_0", "fsdp",
     "fsdp1", "fsdp1_synced", "fsdp_save", "functional", "local_sgd", "no_destroy", "own_buffers", "own_init", "pipe_1f1b", "pipe_gpipe",
-    "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers", "summed_shares",
+    "pipe_interleaved", "pipeline_job", "process_ranks", "rank_0_saves", "restart", "scheduler", "spawned_ranks", "spawned_workers", "summed_parts",
     "tensor_parallel", "thread_without_frames", "threads", "tied_stages", "tp_by_hand", "zero_one_norm", "zero_redundancy",
 ], 2) | {
     "fsdp1_tensor_parallel": 4, "gossip": 4, "local_sgd_unfinished": 2, "hsdp": 4, "layouts": 2, "lost_results": 2, "local_sync_group": 3, "mesh_2d": 4, "objects": 3, "post_local_sgd": 4,
@@ -201,7 +201,7 @@ PLANTED = (
     Planted("sent_from_buffer", 2, 0, (), (), ()),
     Planted("drifted", 3, 1, ("drifted apart", "parameter"), ("a",), (2,)),
     Planted("ddp_drifted", 3, 1, ("bias",), ("a",), (1,)),
-    Planted("ddp_past", 2, 1, ("bypassed", ".module", "since step 1"), ("a", "b"), (1,)),
+    Planted("ddp_bypassed", 2, 1, ("bypassed", ".module", "since step 1"), ("a", "b"), (1,)),
     Planted("ddp_late_layer", 2, 1, ("0.down.weight", "added after ddp"), ("a",), (1,)),
     Planted("ddp_unfrozen", 2, 1, ("0.weight", "frozen when ddp", "since step 3"), ("a",), (1,)),
     Planted("fsdp_late_head", 2, 1, ("3.weight", "fsdp does not shard"), ("a",), (1,)),
@@ -221,7 +221,7 @@ PLANTED = (
     Planted("buffer_shape", 2, 1, ("buffer seen has shape (10,) on rank 0 and (11,) on rank 1",), ("a",), (1,)),
     Planted("same_data_later", 2, 1, ("same data",), ("a",), (0, 1)),
     Planted("buffers_on_one", 2, 1, ("rank 0's buffers", "model.module"), ("a", "b"), (0,)),
-    Planted("limit_passed", 2, 1, ("the timeout of 3 s", "still worked"), ("a",), (0, 1), 1),
+    Planted("timeout_passed", 2, 1, ("the timeout of 3 s", "still worked"), ("a",), (0, 1), 1),
     Planted("alone", 2, 1, ("no process group was created",), (), ()),
     Planted("ranks_by_name", 2, 1, ("no process group was created", "processes of its own"), ("a",), ()),
     Planted(

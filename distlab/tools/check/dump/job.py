@@ -244,15 +244,15 @@ def named_operation(op: str) -> str:
 
 def number(calls: Sequence[Call], key: GroupKey, *, all_kept: bool) -> None:
     """Set the group of one rank's calls, and number messages among those of the same ends."""
-    turns = Counter[tuple[str, int]]()
+    next_seq = Counter[tuple[str, int]]()
     for call in calls:
         call.group = key
         if call.kind.op in ("send", "recv"):
             local = call.kind.peer
             call.kind = call.kind._replace(peer=key.ranks[local] if 0 <= local < len(key.ranks) else local)
             if all_kept or call.ended_s is None:
-                call.seq = turns[call.kind.op, local]
-                turns[call.kind.op, local] += 1
+                call.seq = next_seq[call.kind.op, local]
+                next_seq[call.kind.op, local] += 1
 
 
 def main_thread(threads: Sequence[Sequence[Frame]]) -> Sequence[Frame]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from distlab.tools.check.dump.verdict import Verdict
-from distlab.tools.check.judge.deadlock import blocked_ranks, meeting_key
+from distlab.tools.check.judge.deadlock import meeting_key, waits_of
 from distlab.tools.check.judge.rank_state import Call, GroupKey
 
 MOST_RANKS = 4
@@ -61,7 +61,7 @@ def relevant_ranks(verdict: Verdict) -> list[int]:
     states = verdict.job.states
     if len(states) <= MOST_RANKS:
         return list(range(len(states)))
-    waits = blocked_ranks(states, verdict.matching)
+    waits = waits_of(states, verdict.matching)
     seen: dict[str, int] = {}
     for rank in sorted({*waits, *(rank for finding in verdict.findings for rank in finding.ranks)}):
         wait = states[rank].waits.get(0)

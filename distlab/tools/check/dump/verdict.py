@@ -19,7 +19,7 @@ from distlab.lab.report.units import counted
 from distlab.tools.check.dump.job import DumpedJob, library
 from distlab.tools.check.dump.reading import Dump, Stacks, Unreadable, files_in, read, version_fault
 from distlab.tools.check.judge import deadlock
-from distlab.tools.check.judge.deadlock import Blocked, blocked_ranks, hung, wait_text
+from distlab.tools.check.judge.deadlock import Blocked, hung, wait_text, waits_of
 from distlab.tools.check.judge.failures import failures, has_failed, is_consequence
 from distlab.tools.check.judge.matching import Matching
 from distlab.tools.check.judge.rank_state import (
@@ -113,7 +113,7 @@ def apply_rules(job: DumpedJob, late_after_s: float) -> Verdict:
     for state in states:
         set_wait(job, state, matching)
     verdict = Verdict(job, matching)
-    waits, over = blocked_ranks(states, matching), {state.rank for state in states if state.over}
+    waits, over = waits_of(states, matching), {state.rank for state in states if state.over}
     stuck = hung(waits, over)
     failed = {state.rank for state in states if has_failed(state)}
     if failed:

@@ -211,17 +211,17 @@ class InitialWeights(Fault):
     def __init__(self) -> None:
         self._sums: Table[int, int, dict[str, int]] = Table()
 
-    def on_taken(self, state: RankState, turn: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
-        self._sums.put(state, turn, ranks, 0, {str(name): int(found) for name, found in sums}, place)
+    def on_taken(self, state: RankState, number: int, ranks: list[int], sums: list[list[Any]], place: int) -> None:
+        self._sums.put(state, number, ranks, 0, {str(name): int(checksum) for name, checksum in sums}, place)
 
     def questions(self) -> Iterator[str]:
-        for turn, ranks, reports in self._sums.complete():
+        for number, ranks, reports in self._sums.complete():
             seen = reports[0]
             names = [name for name in seen[ranks[0]] if len({each.get(name) for each in seen.values()}) > 1]
             if names:
                 yield (
                     f"{name_ranks(ranks)} have different weights ({and_more(names)}) when FSDP shards them at"
-                    f" {self._sums.lines[turn, ranks]}; is that intended? Each rank keeps its own part: seed or load"
+                    f" {self._sums.lines[number, ranks]}; is that intended? Each rank keeps its own part: seed or load"
                     " them equally on all ranks, or send rank 0's to all (sync_module_states=True;"
                     " set_model_state_dict with broadcast_from_rank0)"
                 )

@@ -37,7 +37,7 @@ class Coordinator:
         mesh: Sequence[tuple[str, int]] = (), gather_s: float = GATHER_S, *, reports_end: bool = False,
     ) -> None:  # fmt: skip
         self.states = [
-            RankState(rank, world_size, last_report_at=now(), reports_end=reports_end) for rank in range(world_size)
+            RankState(rank, world_size, received_at=now(), reports_end=reports_end) for rank in range(world_size)
         ]
         self.silent_faults = SilentFaults(world_size, mesh)
         self.matching = Matching(world_size, self.silent_faults.parameter_calls)
@@ -142,7 +142,7 @@ class Coordinator:
         after that, until its place is known."""
         failed = [state for state in self.states if has_failed(state)]
         late = unsettled(self.states, self.matching) if failed else []
-        if any(not state.frames() and now - state.last_report_at > SILENT_S for state in late):
+        if any(not state.frames() and now - state.received_at > SILENT_S for state in late):
             return True  # its stack was requested, and has not arrived yet
         timeout_finding = timeout_passed(self.states, self.matching)  # the busy rank is the fault, and reported as such
         return within and any(timeout_finding is None or state.rank not in timeout_finding.ranks for state in late)

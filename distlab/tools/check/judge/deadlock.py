@@ -43,7 +43,7 @@ class Blocked(NamedTuple):
     any_of: bool
 
 
-def blocked_ranks(states: Sequence[RankState], matching: Matching) -> dict[int, Blocked]:
+def waits_of(states: Sequence[RankState], matching: Matching) -> dict[int, Blocked]:
     """Return the waits of all ranks that wait for another."""
     found = {}
     for state in states:
@@ -74,7 +74,7 @@ def hung(waits: dict[int, Blocked], over: set[int]) -> dict[int, Blocked]:
 
 def unsettled(states: Sequence[RankState], matching: Matching) -> list[RankState]:
     """Return the ranks that may still continue: not ended, and in no call that never ends."""
-    stuck = hung(blocked_ranks(states, matching), {state.rank for state in states if state.over})
+    stuck = hung(waits_of(states, matching), {state.rank for state in states if state.over})
     left = [state for state in states if not state.over and state.rank not in stuck]
     return [state for state in left if state.waiting(matching.is_mismatched) is None]
 
@@ -88,7 +88,7 @@ class HangWatch:
 
     def find_hang(self, states: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
         """Return the hang, once it has lasted long enough."""
-        waits = blocked_ranks(states, matching)
+        waits = waits_of(states, matching)
         over = {state.rank for state in states if state.over}
         stuck = hung(waits, over)
         for rank in [rank for rank in self._since if rank not in stuck]:
@@ -293,7 +293,7 @@ def hung_in_mismatch(states: Sequence[RankState], matching: Matching) -> dict[in
         if wait is not None and wait.call is not None and state.is_idle and is_in_torch(state):
             others = frozenset(wait.call.group.ranks) - {state.rank}
             mismatched[state.rank] = Blocked(wait, others, any_of=True)  # any of them may still end it
-    stuck = hung(blocked_ranks(states, matching) | mismatched, {state.rank for state in states if state.over})
+    stuck = hung(waits_of(states, matching) | mismatched, {state.rank for state in states if state.over})
     return stuck if set(stuck) & set(mismatched) else {}
 
 
@@ -331,7 +331,7 @@ class IdleWatch:
     def _all_idle(self, states: Sequence[RankState], now: float) -> Finding | None:
         """Return a finding if no rank is in a call or busy."""
         left = [state for state in states if not state.over]
-        if not left or any(not state.is_idle or now - state.last_report_at < self._limit_s for state in left):
+        if not left or any(not state.is_idle or now - state.received_at < self._limit_s for state in left):
             return None
         ranks = tuple(state.rank for state in left)
         where = f"at {position_of(left[0])} for {self._limit_s:g} s"
@@ -340,7 +340,7 @@ class IdleWatch:
 
     def find_idle(self, states: Sequence[RankState], matching: Matching, now: float) -> Finding | None:
         """Log busy ranks at intervals; return a finding if one was idle for too long."""
-        waits = blocked_ranks(states, matching)
+        waits = waits_of(states, matching)
         if (all_idle := self._all_idle(states, now)) is not None:
             return all_idle
         needed = {rank for each in waits.values() for rank in each.needs if not each.any_of}
@@ -357,9 +357,7 @@ class IdleWatch:
         who = f"{ranks_do(waiting, 'wait')} for it in {wait.what} at {wait.place}"
         late = [rank for rank, since in self._idle_since.items() if now - since > self._limit_s]
         if late:
-            sentence = (
-                f"rank {late[0]} has been idle at {position_of(states[late[0]])} for {self._limit_s:g} s, and {who}"
-            )
+            sentence = f"rank {late[0]} was idle at {position_of(states[late[0]])} for {self._limit_s:g} s, and {who}"
             return Finding(HANG, sentence, tuple(late), table(states, waits), ends=True)
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now

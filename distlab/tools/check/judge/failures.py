@@ -13,15 +13,7 @@ from dataclasses import replace
 from distlab.lab.cluster import name_ranks
 from distlab.lab.cluster.departure import BLAMELESS
 from distlab.lab.report.units import counted
-from distlab.tools.check.judge.deadlock import (
-    MOST_NAMED,
-    Blocked,
-    blocked_ranks,
-    diagnosis,
-    position_of,
-    table,
-    unsettled,
-)
+from distlab.tools.check.judge.deadlock import MOST_NAMED, Blocked, diagnosis, position_of, table, unsettled, waits_of
 from distlab.tools.check.judge.exceptions import describe_exception, failure_key, how_it_ended
 from distlab.tools.check.judge.framework_remedies import ALONE, cause_remedy
 from distlab.tools.check.judge.matching import Matching
@@ -39,7 +31,7 @@ def failures(
 ) -> Iterator[Finding]:  # fmt: skip
     """Yield how the scripts failed, unless `lost` ranks explain it; `explained` is whether something else may,
     `timeout_finding` the last result of `timeout_passed`."""
-    waits = blocked_ranks(states, matching)
+    waits = waits_of(states, matching)
     late = late_positions([state for state in unsettled(states, matching) if state.rank not in waits])
     early = [each for each in states if each.exit_code is None and each.exited is not None and each.rank not in lost]
     for state in early:
@@ -84,7 +76,7 @@ def connection_failure(states: Sequence[RankState], matching: Matching, timeout_
 
 def failed_in(states: Sequence[RankState], matching: Matching) -> dict[int, Blocked]:
     """Return the waits of ranks that wait, and of those that raised in a call that not all ranks had reached."""
-    waits = blocked_ranks(states, matching)
+    waits = waits_of(states, matching)
     for state in states:
         call = next(iter(state.open.values()), state.last)
         if state.raised is not None and call is not None and (needs := matching.absent(call)):

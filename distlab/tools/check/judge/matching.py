@@ -195,9 +195,7 @@ class Matching:
         for here in self._messages.values():
             for call in [*here["send"].values(), *here["recv"].values()][:1]:
                 two, meets = (call.rank, call.kind.peer), "recv" if call.kind.op == "send" else "send"
-                sentence = (
-                    f"rank {two[0]} made {call_text(call)} at {call.place}, and rank {two[1]} never made the {meets}"
-                )
+                sentence = f"rank {two[0]} made {call_text(call)} at {call.place}, and rank {two[1]} made no {meets}"
                 if not self._may_match_any(call):
                     yield Finding(MATCH, sentence, two, call_rows([call]))
 
@@ -241,10 +239,8 @@ class Matching:
         cause = self.shared_by_threads(call.group)
         if not cause.remedy and two[0].place != two[1].place:  # two calls, whatever their difference
             cause = explain_divergence(states, two[0].rank, two[1].rank, matched)
-            by_some = made_by_some(*two) if fault in ("operation", "shape", "type") else Divergence()
-            cause = (
-                Divergence(cause.text if two[0].place.framework else "", by_some.remedy) if by_some.remedy else cause
-            )
+            some = made_by_some(*two) if fault in ("operation", "shape", "type") else Divergence()
+            cause = Divergence(cause.text if two[0].place.framework else "", some.remedy) if some.remedy else cause
         op = sides[right][0].kind.op if call.group.instance >= 0 else sides[right][0].kind.op.replace("_", " ")
         sentence = (
             f"{op} #{call.seq} of {group_text(call.group, self.world_size)}: {wrong}, but"

@@ -151,7 +151,7 @@ class RankState:
     starved_share: float = 0.0  # share of that time in which it was runnable without a core
     peak_bytes: int = 0
     stacks: dict[int, list[Frame]] = field(default_factory=dict)
-    last_report_at: float = 0.0  # time of its last report, on rank 0's clock
+    received_at: float = 0.0  # time of its last report, on rank 0's clock
     sockets: dict[tuple[Any, ...], int] = field(default_factory=dict)
     counting: bool = True  # whether calls count: in a proof only those of the steps
     has_default_group: bool = False  # it has created the group of all ranks
@@ -178,7 +178,7 @@ class RankState:
         Raises any exception if it is malformed."""
         kind, *values = report
         if kind not in ("look", "stacks"):
-            self.last_report_at = now
+            self.received_at = now
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(*typed(values, list(get_type_hints(handler).values())[:-1]))

@@ -73,9 +73,9 @@ def log_lines(coordinator: Coordinator) -> Iterator[str]:
     yield from format_tables(coordinator.compared)
     lines = slowest_lines(coordinator) if not coordinator.findings and not coordinator.compared else []
     for line in lines[:SHOWN]:
-        place, op, calls, nbytes, took_ms, last, wait_text = script_line_row(line, steps(coordinator))
+        place, op, calls, nbytes, took_ms, last, waited = script_line_row(line, steps(coordinator))
         cells = f"{place}  {op}  {counted(calls, 'calls')} of {human_bytes(nbytes)}  {took_ms:.1f} ms"
-        who = f", last comes {last}, the others wait {wait_text}" if last else ""
+        who = f", last: {last}, the others wait {waited}" if last else ""
         yield from wrapped("calls", f"{cells}{who}")
     for sentence in late_ranks(lines, steps(coordinator)):
         yield from wrapped("late", sentence)

@@ -13,10 +13,10 @@ WORLD = "0"
 
 
 def entry(
-    op: str, turn: int, line: int = 12, *, group: str = WORLD, state: str = "completed", number: int = 0, size: int = 4,
+    op: str, seq: int, line: int = 12, *, group: str = WORLD, state: str = "completed", number: int = 0, size: int = 4,
     dtype: str = "Float", callers: Sequence[tuple[str, int]] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """A call of train.py at this line, `turn` from 0; "send 0->1" is a message."""
+    """A call of train.py at this line, `seq` from 0; "send 0->1" is a message."""
     message = op.startswith(("send", "recv"))
     began = BEGAN_NS + number * 10**7
     frames = [(f"{TORCH}/distributed_c10d.py", 2500, op.split(" ")[0]), (f"{TORCH}/c10d_logger.py", 81, "wrapper")]
@@ -25,7 +25,7 @@ def entry(
     return {
         "frames": [{"filename": file, "line": number, "name": name} for file, number, name in frames],
         "record_id": number, "pg_id": int(group), "process_group": (group, "node" if group != WORLD else "default_pg"),
-        "collective_seq_id": turn + 1, "p2p_seq_id": turn + 1 if message else 0, "op_id": number + 1,
+        "collective_seq_id": seq + 1, "p2p_seq_id": seq + 1 if message else 0, "op_id": number + 1,
         "profiling_name": f"nccl:{op}", "time_created_ns": began, "duration_ms": None, "is_p2p": message,
         "input_sizes": [[size]], "input_dtypes": [dtype], "output_sizes": [[size]], "output_dtypes": [dtype],
         "state": state, "time_discovered_started_ns": began + 10**5 if state != "scheduled" else None,

@@ -51,7 +51,7 @@ def test_mismatched_calls_are_reported_with_their_tensors(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_came_to_the_line_less_often_has_left_its_loop(tmp_path: Path) -> None:
-    steps = [entry("all_reduce", turn) for turn in range(2)]
+    steps = [entry("all_reduce", seq) for seq in range(2)]
     dumps = {
         0: dump(numbered(*map(dict, steps), entry("all_reduce", 2, state="started")), {"0": [0, 1]}),
         1: dump(numbered(*map(dict, steps), entry("barrier", 2, 30, state="started")), {"0": [0, 1]}),
@@ -134,15 +134,15 @@ def test_a_rank_that_may_be_working_is_no_hang_until_it_is_late(tmp_path: Path) 
 
 
 def test_a_job_that_is_right_does_not_hang(tmp_path: Path) -> None:
-    dumps = {rank: dump(numbered(*(entry("all_reduce", turn) for turn in range(9))), WORLD) for rank in range(3)}
+    dumps = {rank: dump(numbered(*(entry("all_reduce", seq) for seq in range(9))), WORLD) for rank in range(3)}
     verdict = verdict_of(write_dumps(tmp_path, dumps))
     assert (verdict.findings, verdict.waiting, verdict.exit_code) == ([], "", 0)
 
 
 def test_what_the_recorder_has_dropped_is_not_compared(tmp_path: Path) -> None:
     """The first call that all still have is the 5th; before it rank 2 has other calls."""
-    same = [entry("all_reduce", turn, number=10 + turn) for turn in range(4, 9)]
-    late = [entry("broadcast", turn, number=10 + turn) for turn in range(2, 4)]
+    same = [entry("all_reduce", seq, number=10 + seq) for seq in range(4, 9)]
+    late = [entry("broadcast", seq, number=10 + seq) for seq in range(2, 4)]
     dumps = {0: dump(same, WORLD), 1: dump(same, WORLD), 2: dump([*late, *same], WORLD)}
     verdict = verdict_of(write_dumps(tmp_path, dumps))
     assert not verdict.findings
@@ -202,7 +202,7 @@ def test_a_large_job_is_reduced_to_the_relevant_ranks(tmp_path: Path) -> None:
     """Of 64 ranks 63 wait in one call for rank 5, which waits in a group of its node: two places, two ranks and one of
     its node."""
     world, node = {"0": list(range(64))}, {"0": list(range(64)), "1": list(range(8))}
-    before = [entry("all_reduce", turn) for turn in range(30)]
+    before = [entry("all_reduce", seq) for seq in range(30)]
     dumps = {
         rank: dump(
             numbered(*map(dict, before), entry("all_reduce", 30, 20, state="started")), node if rank < 8 else world
