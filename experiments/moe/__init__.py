@@ -254,7 +254,7 @@ def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) ->
     sent = [sum(layer_rows[lab.rank][expert] for layer_rows in admitted) for expert in range(len(admitted[0][0]))]
     wanted = sum(sum(map(sum, each.wanted[lab.rank])) for each in layers)
     computed = [sum(rank_rows[expert] for layer_rows in admitted for rank_rows in layer_rows) for expert in mine]
-    computed_text = f"{mine[0]}-{mine[-1]} computed {' '.join(map(str, computed))}" if mine else "computed none"
+    computed_text = f"{mine[0]}-{mine[-1]} took {' '.join(map(str, computed))}" if mine else "took none"
     sent_text = f"from me to experts 0-{len(sent) - 1}: {' '.join(map(str, sent))}, {wanted - sum(sent)} dropped"
     lab.note("tokens", f"{sent_text}; my experts {computed_text}")
 

@@ -133,8 +133,8 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
     stale = [pushed - fetched for fetched, pushed in pairs_here] or [0]
     lab.note(
         "versions",
-        f"in {DOWNPOUR} I pushed {report.pushes} gradients of {report.steps} steps; each was computed at one version"
-        f" of the weights and added to another: {first}; {fmean(stale):.2f} versions late on average, at most"
+        f"in {DOWNPOUR} I made {report.pushes} push{'es' * (report.pushes != 1)} in {report.steps} steps; each was"
+        f" computed at one version of the weights and added to another: {first}; {fmean(stale):.2f} versions late on average, at most"
         f" {max(stale)}",
     )
 

@@ -1,4 +1,4 @@
-"""The logs of all ranks of every mode, laid side by side: their numbers add up, and each rank tells the same of them.
+"""The logs of all ranks of every mode, laid side by side: their numbers add up, and are equal in all of them.
 
 The pages of docs/modes show that of rank 1 up to what it sent; what differs from run to run is compared by its place
 alone.
@@ -36,7 +36,7 @@ EACH = rf"(?:rank \d+|me) {NUMBER}"
 LINE = re.compile(rf"({EACH}(?:, {EACH})+)(?:: ({NUMBER}))?")
 AT_THE_END = ("losses", "PASS")  # where a page's log ends: the rest is in every run
 CUT = "..."
-PROMISES = {  # what the log of rank 1 says beside that
+PROMISES = {  # texts that the log of rank 1 also has
     "tp": ["block 1, attention: my", "of them cut"], "pp": ["on paper", "measured", "no samples: what the ranks"],
     "fsdp": ["gather unit 0 (embedding)", "were gathered at once"], "cp": ["positions", "to rank 2", "from rank 0"],
     "moe": ["my experts ", "rows to rank"], "compress": ["of it I send", "and keep for the next step"],
@@ -57,12 +57,12 @@ def lines_of(ran: Ran, rank: int) -> list[str]:
 
 
 def text_of(ran: Ran, rank: int) -> str:
-    """Its lines as one, however they were wrapped."""
+    """Return its lines as one, however they were wrapped."""
     return " ".join(" ".join(lines_of(ran, rank)).split())
 
 
-def told(text: str, me: int) -> list[tuple[dict[int, str], str]]:
-    """Each line that is to be added up: the numbers by rank as they stand there, and what they become."""
+def number_lines(text: str, me: int) -> list[tuple[dict[int, str], str]]:
+    """Return each line that a reader can add up: the numbers by rank, and their sum."""
     found = []
     for match in LINE.finditer(text):
         values = dict(each.rsplit(" ", 1) for each in match[1].split(", "))
@@ -72,7 +72,7 @@ def told(text: str, me: int) -> list[tuple[dict[int, str], str]]:
 
 
 def half_a_digit(number: str) -> float:
-    """How far off it may be for the digits that it has."""
+    """Return the rounding error of a number with these digits."""
     digits, _, power = number.partition("e")
     return 0.5 * 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
 
@@ -84,7 +84,7 @@ def test_every_mode_is_read() -> None:
 @pytest.mark.parametrize("mode", SUMMED)
 def test_numbers_add_up_and_are_the_same_in_all_logs(mode: str, runs: Runs) -> None:
     ran = run_of(runs, mode)
-    logs = [told(text_of(ran, rank), rank) for rank in range(WORLD_SIZE)]
+    logs = [number_lines(text_of(ran, rank), rank) for rank in range(WORLD_SIZE)]
     assert all(len(log) >= 1 for log in logs), [text_of(ran, rank) for rank in range(WORLD_SIZE)]
     sums = [(ranks, total) for log in logs for ranks, total in log if total]
     assert len(sums) >= WORLD_SIZE or mode == "mesh"
@@ -100,7 +100,7 @@ def test_numbers_add_up_and_are_the_same_in_all_logs(mode: str, runs: Runs) -> N
 
 
 def messages(text: str, ends: str) -> list[tuple[int, str]]:
-    """Whom a log tells to have sent "to", or to have got "from", each with the first number."""
+    """The ranks that a log sent "to", or received "from", each with the first number."""
     single = re.findall(rf"\b{ends} rank (\d+)(?: after [\d.]+ ms)?(?:, \w+ \w+ \d+: \[[\d, ]+\])? ({NUMBER})", text)
     several = re.findall(rf"\brows {ends} ((?:rank \d+: \d+ {NUMBER}(?:, )?)+)", text)
     rows = [each for found in several for each in re.findall(rf"rank (\d+): \d+ ({NUMBER})", found)]
@@ -150,7 +150,7 @@ def test_what_is_sent_and_what_is_kept_are_the_gradient(runs: Runs) -> None:
             whole, sent, kept = numbers[place::3]
             assert abs(sent + kept - whole) <= 2e-6
         all_sent += numbers[3:6]
-    assert any(all_sent), "the place that is told is one of which some rank sent"
+    assert any(all_sent), "the printed position is one that some rank sent"
 
 
 def test_samples_are_those_of_the_sampler(runs: Runs) -> None:
@@ -161,7 +161,7 @@ def test_samples_are_those_of_the_sampler(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_log_is_short_and_says_what_its_mode_is_about(mode: str, runs: Runs) -> None:
+def test_a_log_is_short_and_shows_its_modes_mechanism(mode: str, runs: Runs) -> None:
     ran = run_of(runs, mode)
     for rank in range(WORLD_SIZE):
         lines = lines_of(ran, rank)
@@ -198,7 +198,7 @@ def test_a_log_is_printed_again_from_the_records(mode: str, runs: Runs) -> None:
     assert verdict.startswith("PASS ")
 
 
-def test_a_full_log_tells_the_step_as_well(runs: Runs) -> None:
+def test_a_full_log_has_the_step_as_well(runs: Runs) -> None:
     ran = run_of(runs, "dp")
     with redirect_stdout(io.StringIO()) as printed:
         report.main([str(ran.folder), "--rank", "1", "--log", "full"])

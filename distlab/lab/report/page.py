@@ -63,7 +63,7 @@ def contents(run: Run, records: Ranks) -> dict[str, Any]:
         "of_script": run["run_mode"] in (SCRIPT, PROVEN),
         "stories": stories(records, run["verdict"]),
         "lesson": next((lesson_of(run, lesson) for _, lesson in select(records, Lesson)), None),
-        "said": list(dict.fromkeys(said for _, said in select(records, Said))),
+        "notes": list(dict.fromkeys(note for _, note in select(records, Said))),
         "own": list(mode_tables_and_charts(records, colour)),
         "faults": tables.faults(run),
         "changing": any(True for _ in select(records, Changed)),

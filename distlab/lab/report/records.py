@@ -25,7 +25,7 @@ Call = tuple[str, list[int], float, float, int | None, float, float]
 Axes = tuple[list[float | None], list[float | None]]  # [x values, y values]
 # [parameter, shape on this rank, full shape, first and last index of each of its boxes along the first axis that is
 # cut, bytes]
-HeldParameter = tuple[str, list[int], list[int], list[list[int]], int]
+ParameterRow = tuple[str, list[int], list[int], list[list[int]], int]
 # A Call, its tensors in words, and how long this rank waited in it for which one; -1 for none.
 FirstCall = tuple[str, list[int], float, float, int | None, float, float, str, float, int]
 
@@ -84,9 +84,9 @@ class Holds(Line, frozen=True):
     """The parameters of a variant on this rank, whole or in part."""
 
     variant: str
-    parameters: list[list[Any]]  # each a HeldParameter
+    parameters: list[list[Any]]  # each a ParameterRow
 
-    INSIDE = {"parameters": list[HeldParameter]}
+    INSIDE = {"parameters": list[ParameterRow]}
 
 
 class FirstStep(Line, frozen=True):

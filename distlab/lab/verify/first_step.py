@@ -33,7 +33,7 @@ def write_parameters(lab: Lab, strategies: Mapping[str, Strategy]) -> None:
         lab.journal.write(records.Holds(name, [list(row) for row in rows if row[4]]))
 
 
-def parameter_record(name: str, tensor: Any) -> records.HeldParameter:
+def parameter_record(name: str, tensor: Any) -> records.ParameterRow:
     """Return a record of the tensor; the first axis along which its boxes are shorter than the whole is the cut one."""
     piece = piece_of(tensor)
     dense, boxes = list(piece.shape), piece.boxes
