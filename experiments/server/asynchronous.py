@@ -134,8 +134,8 @@ def note_versions(lab: Lab, report: Report, seen: Audit) -> None:
     lab.note(
         "versions",
         f"in {DOWNPOUR} I made {report.pushes} push{'es' * (report.pushes != 1)} in {report.steps} steps; each was"
-        f" computed at one version of the weights and added to another: {first}; {fmean(stale):.2f} versions late on average, at most"
-        f" {max(stale)}",
+        f" computed at one version of the weights and added to another: {first}; {fmean(stale):.2f} versions late on"
+        f" average, at most {max(stale)}",
     )
 
 
