@@ -190,7 +190,7 @@ def test_where_no_run_is_the_way_to_one_is_said(tmp_path: Path, capsys: pytest.C
 def test_a_report_says_what_the_planner_says_or_why_it_says_nothing(tmp_path: Path) -> None:
     run = written(tmp_path / "run", good_run(2))
     assert main([str(run), "--page-only"]) == 0
-    assert "not planned: it knows the lab" in (run / "report.html").read_text()
+    assert "not planned: only the lab" in (run / "report.html").read_text()
     alien = bent(good_run(2), lambda each: replace(each, run_mode="moe") if isinstance(each, Start) else each)
     assert main([str(written(tmp_path / "alien", alien)), "--page-only"]) == 0
     assert "What the planner predicts" not in (tmp_path / "alien" / "report.html").read_text()
