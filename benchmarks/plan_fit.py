@@ -20,7 +20,7 @@ from distlab.tools.plan import gpu, score
 from distlab.tools.plan.gpu import TABLE, Shares, tables
 from distlab.tools.plan.job import Job
 from distlab.tools.plan.layout import Layout
-from distlab.tools.plan.rows import Row, asked, published
+from distlab.tools.plan.rows import Row, job_and_layout, published
 from distlab.tools.plan.step_time import step_parts
 
 USUAL = Shares(0.65, 0.4, 0.8, 0.85, 0.6)
@@ -37,7 +37,7 @@ SWEEPS = 4  # over all shares, one after another
 
 @cache
 def job_of(row: Row) -> tuple[Job, Layout]:
-    return asked(row)
+    return job_and_layout(row)
 
 
 def off(row: Row, shares: Shares) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import read_asked
+from distlab.cli.plan import read_question
 from distlab.lab.config.settings import modes
 from tests.documents import TOP, faults, spans, tables
 
@@ -26,7 +26,7 @@ def command_faults(command: str) -> list[str]:
     if command == "./run plan --score":
         return []
     if command.startswith("./run plan "):
-        read_asked(command.removeprefix("./run plan ").split())  # raises what it refuses
+        read_question(command.removeprefix("./run plan ").split())  # raises what it refuses
         return []
     if command.startswith("RUN_MODE="):
         overlays = re.findall(r"-f (\S+)", command)

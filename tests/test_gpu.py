@@ -145,6 +145,6 @@ def test_llamas_steps_are_rows_that_the_planner_can_price(
     monkeypatch.setattr(measured_card, "ON_CARD", False)
     monkeypatch.setattr(llama_steps, "card_name", lambda: "NVIDIA H200")
     row = msgspec.convert(llama_steps.row_of(case), rows.Row)
-    job, layout = rows.asked(row)
+    job, layout = rows.job_and_layout(row)
     assert row.gpu == "h200" and row.step_s is not None and cost(job, layout).step_s > 0
     assert row.parameters == job.shape.body + job.shape.ends + (2 * case.layers + 1) * case.width

@@ -26,7 +26,7 @@ from benchmarks.gpu.measured_card import DEVICE, ON_CARD, STEPS, card_name, sync
 from distlab.tools.plan.costs import cost
 from distlab.tools.plan.gpu import gpu_names
 from distlab.tools.plan.model import Shape
-from distlab.tools.plan.rows import Row, asked
+from distlab.tools.plan.rows import Row, job_and_layout
 
 VOCABULARY = 128256 if ON_CARD else 64
 
@@ -146,7 +146,7 @@ def main(words: list[str]) -> int:
             gc.collect()
             continue
         rows.append(row)
-        priced = cost(*asked(msgspec.convert(row, Row)))
+        priced = cost(*job_and_layout(msgspec.convert(row, Row)))
         peak = f", peak {priced.held_bytes / 1e9:.1f} for {row['peak_bytes'] / 1e9:.1f} GB" if ON_CARD else ""
         off = priced.step_s / row["step_s"] - 1
         step = f"step {1e3 * priced.step_s:.0f} ms predicted, {1e3 * row['step_s']:.0f} measured, {off:+.0%}"

@@ -46,20 +46,20 @@ class Need(NamedTuple):
 
 def dp_need(num_parameters: int, activation_bytes: int) -> Need:
     """Return dp's need: everything on every rank."""
-    rest = sum(rest_bytes(0, num_parameters, num_parameters).values())
-    return Need(rest + activation_bytes, f"16·P = {mb(rest)}, activations {mb(activation_bytes)}")
+    stored = sum(rest_bytes(0, num_parameters, num_parameters).values())
+    return Need(stored + activation_bytes, f"16·P = {mb(stored)}, activations {mb(activation_bytes)}")
 
 
 def zero3_need(layers: Sequence[int], num_ranks: int, activation_bytes: int) -> Need:
     """Return the larger of its start, with the dense model, and of a step; `layers` in parameters."""
     total, layer = sum(layers), FLOAT32_BYTES * max(layers)
     start = FLOAT32_BYTES * (total + total / num_ranks) + layer
-    rest = sum(rest_bytes(3, total, total / num_ranks).values())
-    step = rest + WHOLE_LAYERS * layer + activation_bytes
+    stored = sum(rest_bytes(3, total, total / num_ranks).values())
+    step = stored + WHOLE_LAYERS * layer + activation_bytes
     if start > step:
         return Need(start, f"at its start 4·P + 4·P/N and a layer of {mb(layer)}; a step takes {mb(step)}")
     whole = f"{WHOLE_LAYERS} whole layers of {mb(layer)}, activations {mb(activation_bytes)}"
-    return Need(step, f"16·P/N = {mb(rest)}, {whole}; its start takes {mb(start)}")
+    return Need(step, f"16·P/N = {mb(stored)}, {whole}; its start takes {mb(start)}")
 
 
 def activations(config: Config) -> int:
@@ -108,10 +108,14 @@ def own_bytes(pid: int) -> int:
 def limit(config: Config) -> int:
     """Return the limit in MiB; the calculation goes to standard error."""
     if config.world_size == 1:
-        raise SystemExit("WORLD_SIZE=1 has nobody to share with: set 2 or more")
+        raise SystemExit("WORLD_SIZE=1 has no other rank to share with: set 2 or more")
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
-    held = activations(config)
-    empty, dp, zero3 = base(), dp_need(sum(layers), held), zero3_need(layers, config.world_size, held)
+    activation_bytes = activations(config)
+    empty, dp, zero3 = (
+        base(),
+        dp_need(sum(layers), activation_bytes),
+        zero3_need(layers, config.world_size, activation_bytes),
+    )
     halfway = empty + (dp.nbytes + zero3.nbytes) / 2
     lines = [
         f"model      P = {sum(layers) / 1e6:.1f}M parameters, N = {config.world_size} ranks",
@@ -128,23 +132,23 @@ def unmet(free: Path, dp: Path, fsdp: Path) -> list[str]:
     """Return the unmet expectations of three runs: dp without a limit, dp and fsdp within it."""
     lost = judge(read_run(dp))["lost"]
     killed = [entry["rank"] for entry in lost if "killed by the OOM killer" in entry["reason"]]
-    print(
-        f"dp         within the limit: killed {killed or 'nobody'}, of all that were lost: {[e['rank'] for e in lost]}"
-    )
+    print(f"dp         within the limit: ranks killed: {killed or 'none'}, ranks lost: {[e['rank'] for e in lost]}")
     verdict = judge(read_run(fsdp))["verdict"]
     print(f"fsdp       within the limit: {verdict}")
-    one, other = losses(free, "bucketed"), losses(fsdp, "zero3")
-    apart = max((abs(a - b) for a, b in zip(one, other, strict=False)), default=float("inf"))
-    print(f"losses     dp without a limit {format_values(one)}")
+    dp_losses, fsdp_losses = losses(free, "bucketed"), losses(fsdp, "zero3")
+    difference = max((abs(a - b) for a, b in zip(dp_losses, fsdp_losses, strict=False)), default=float("inf"))
+    print(f"losses     dp without a limit {format_values(dp_losses)}")
     print(
-        f"           fsdp within it     {format_values(other)}   apart by {apart:.1e}, tolerance {LOSS_TOLERANCE:.0e}"
+        f"           fsdp within it     {format_values(fsdp_losses)}   difference {difference:.1e}, tolerance"
+        f" {LOSS_TOLERANCE:.0e}"
     )
-    held = {
+    expectations = {
         "dp was not killed by the OOM killer": bool(killed),
         "fsdp did not pass": verdict == "pass",
-        "dp and fsdp did not train to the same losses": len(one) == len(other) and apart <= LOSS_TOLERANCE,
+        "dp and fsdp did not train to the same losses": len(dp_losses) == len(fsdp_losses)
+        and difference <= LOSS_TOLERANCE,
     }
-    return [claim for claim, holds in held.items() if not holds]
+    return [failure for failure, met in expectations.items() if not met]
 
 
 def losses(run: Path, variant: str) -> list[float]:
@@ -169,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) == 4 and arguments[0] == "judge":
         found = unmet(*map(Path, arguments[1:]))
         print(
-            "".join(f"FAIL       {claim}\n" for claim in found) or "PASS       it does not fit, and then it does\n",
+            "".join(f"FAIL       {failure}\n" for failure in found) or "PASS       dp does not fit, and fsdp does\n",
             end="",
         )
         return int(bool(found))

@@ -51,7 +51,7 @@ DTYPES = ("bf16", "fp8")
 BASES = {"bf16": 2.0, "nf4": NF4_BYTES}
 STAGES = ("0", "1", "2", "3")
 ASSUMED_GPU = "a100-80gb"
-GONE = {
+REMOVED_OPTIONS = {
     "--page": " any more: --json has every number of the answer",
     "--fit": " any more: python -m benchmarks.plan_fit writes gpus.json in a checkout",
 }
@@ -80,132 +80,134 @@ OPTIONS: tuple[tuple[str, Callable[[str], Any] | Sequence[str], str | None, str]
     ("layers", sizes.whole_number, "", "layers of the model [guessed from --params]"),
     ("width", sizes.whole_number, "", "width of the model [guessed from --params]"),
     ("heads", sizes.whole_number, "", "attention heads [guessed from --params]"),
-    ("vocabulary", sizes.whole_number, "", "tokens that the model chooses from [GPT-2's 50304, in small models fewer]"),
+    ("vocabulary", sizes.whole_number, "", "size of the vocabulary [GPT-2's 50304, in small models smaller]"),
     ("seq", sizes.whole_number, "2048", "tokens in a sample"),
     ("batch", sizes.whole_number, "1", "samples in one microbatch of a GPU; --microbatch is the same"),
     ("microbatches", sizes.whole_number, "", "microbatches of a GPU in a step of dp [4]; the global batch is the same for all"),
     ("global-batch", sizes.whole_number, "", "samples in a step, over all GPUs [batch x microbatches x gpus]"),
-    ("reserve", sizes.share, "10%", "share of the memory left to CUDA, NCCL and fragmentation"),
+    ("reserve", sizes.share, "10%", "share of the memory reserved for CUDA, NCCL and fragmentation"),
     ("interleave", sizes.whole_number, "1", "stages of each rank of a pipeline"),
     ("lora", sizes.whole_number, "", "rank of LoRA's adapters, which are trained in place of the weights"),
     ("tokens", sizes.count, "", "tokens of the whole training, for days and GPU-hours, such as 1T or 1e12"),
     ("precision", list(PRECISIONS), "mixed", "of weights and gradients; mixed keeps masters in float32, bf16 does not"),
     ("dtype", DTYPES, "bf16", "of layers' products: bf16 or fp8"),
-    ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) remembers two numbers a parameter, adamw8bit two bytes, paged-adamw8bit"
-     " has them in the host's memory, sgd none"),
-    ("software", list(SOFTWARE), "", "whose kernels run, as far as published runs tell them apart [all of this chip]"),
-    ("loss", list(LOGIT_BYTES), "", "what is kept of scores over the vocabulary: fp32 copies, fused (compiled), chunked"
+    ("optimizer", list(OPTIMIZERS), "adam", "adam (adamw) stores two numbers per parameter, adamw8bit two bytes, paged-adamw8bit"
+     " keeps them in the host's memory, sgd none"),
+    ("software", list(SOFTWARE), "", "the framework whose kernels run, where published runs distinguish it [all of this chip]"),
+    ("loss", list(LOGIT_BYTES), "", "how scores over the vocabulary are stored: fp32 copies, fused (compiled), chunked"
      " [chunked with --lora or --step-in-backward, fused with --software torchtitan --dtype fp8, else fp32]"),
     ("dispatcher", DISPATCHERS, "deepep", "deepep sends a token to another node once, alltoall once for each expert there"),
-    ("recompute", list(AGAIN), "none", "full (or nothing said): keep a layer's input alone; half: every second product is done"
-     " again; selective: no attention scores"),
+    ("recompute", list(AGAIN), "none", "full (also without a value): keep only each layer's input; half: recompute every second"
+     " product; selective: keep no attention scores"),
     ("attention", ("flash", "scores"), "flash", "flash keeps no scores of s x s, scores does"),
     ("base", list(BASES), "bf16", "how --lora stores the weights that it does not train"),
-    ("zero", STAGES, "", "stage of ZeRO: of --layout [0], or the only one that is weighed"),
+    ("zero", STAGES, "", "stage of ZeRO: of --layout [0], or the only one that is compared"),
 )  # fmt: skip
 
 
 def parser() -> Parser:
     """Return the parser; every option is text here, and parsed by `sizes`."""
-    made = Parser(
+    parser_ = Parser(
         prog="distlab plan", allow_abbrev=False,
-        description="Memory, bytes and time of every strategy for a model on paper, by the formulas that the lab's modes are "
-        "checked against, and which one to take; with --layout of one layout. Prints what it assumed. --score holds it to "
-        "published runs. Exit codes: 0 an answer, also if it is that nothing fits; 2 refused.",
+        description="Compute memory, bytes and time of every strategy for a model, by the formulas that the lab's modes are checked "
+        "against, and recommend one; with --layout only for one layout. Prints its assumptions. --score compares it with "
+        "published runs. Exit codes: 0 an answer, also if nothing fits; 2 refused.",
     )  # fmt: skip
-    made.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(table())}")
-    made.add_argument(
+    parser_.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(table())}")
+    parser_.add_argument(
         "--config", "--from-config", type=Path, metavar="FILE", help="a transformers config.json of any other decoder"
     )
-    made.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpu_names())} [{ASSUMED_GPU}]")
+    parser_.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(gpu_names())} [{ASSUMED_GPU}]")
     for name, read, default, words in OPTIONS:
         more: dict[str, Any] = {"nargs": "?", "const": "full"} if name == "recompute" else {}
-        made.add_argument(
+        parser_.add_argument(
             f"--{name}", *(["--microbatch"] if name == "batch" else []), metavar="SIZE" if callable(read) else "|".join(read),
             help=(words + (f" [{default}]" if default else "")).replace("%", "%%"), **more,
         )  # fmt: skip
-    made.add_argument(
+    parser_.add_argument(
         "--layout",
         metavar="tp8,pp16,dp64,cp1,ep1,etp1",
-        help="what this one layout holds and takes; experts are dealt over tp x dp x cp, and each is cut over etp",
+        help="memory and time of this layout only; experts are distributed over tp x dp x cp, and each is cut over etp",
     )
     for name, words in SWITCHES:
-        made.add_argument(f"--{name}", action="store_true", help=words)
-    made.add_argument(
+        parser_.add_argument(f"--{name}", action="store_true", help=words)
+    parser_.add_argument(
         "--calibrate", nargs="+", type=Path, default=[], metavar="RUN",
-        help="what was measured, in place of data sheets: a comm run gives link and latency, a dp or fsdp run FLOP/s; so does"
-        " the gpu.json of benchmarks.gpu, for this model's own products",
+        help="use measurements in place of data sheets: link and latency of a comm run, FLOP/s of a dp or fsdp run, or of this"
+        " model's products by the gpu.json of benchmarks.gpu",
     )  # fmt: skip
-    made.add_argument(
+    parser_.add_argument(
         "--score", nargs="?", type=Path, const=Path(), metavar="ROWS.json",
-        help="hold the planner to published runs, its own or those of a file, each source predicted without its own rows:"
-        " predicted, published, error, worst first; takes no other option than --json",
+        help="compare the planner with published runs, its own or those of a file, each source predicted without its own rows:"
+        " predicted, published, error, worst first; only --json may be added",
     )  # fmt: skip
-    return made
+    return parser_
 
 
 SWITCHES = (
     ("no-sequence-parallel", "keep norms and dropouts whole on each tensor-parallel rank"),
-    ("overlap-tp", "tensor parallelism's sums go on beside products, as Megatron-LM's tp_comm_overlap"),
-    ("overlap-ep", "tokens go to experts and back beside another microbatch's compute"),
-    ("balanced", "stages of a pipeline have fewer layers where embedding and output layer are"),
+    ("overlap-tp", "tensor parallelism's sums overlap with products, as with Megatron-LM's tp_comm_overlap"),
+    ("overlap-ep", "tokens travel to experts and back during another microbatch's compute"),
+    ("balanced", "the stages with embedding and output layer have fewer layers"),
     ("offload", "the optimizer's state in the host's memory; with ZeRO-3 weights and gradients too"),
     ("no-sync", "ZeRO-3 sums gradients once a step: weights and gradients stay whole from microbatch to microbatch"),
     ("step-in-backward", "the optimizer steps a layer as soon as its gradients are there, which are then dropped"),
-    ("see", "end with a run of this lab that shows the layout that is taken"),
-    ("json", "print all of it as JSON"),
+    ("see", "also print a command that runs the recommended layout in this lab"),
+    ("json", "print everything as JSON"),
 )
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """The question: the job, its numbers' sources in words, a given layout, ZeRO stages, and tokens."""
 
     job: Job
-    told: list[str]
+    sources: list[str]
     layout: Layout | None
     stages: Sequence[int]
     tokens: float | None
 
 
-def read_asked(arguments: Sequence[str] | None) -> Asked:
+def read_question(arguments: Sequence[str] | None) -> Question:
     """Return the whole question; raises ConfigError with all faults at once."""
-    made = parser()
-    asked, unknown = made.parse_known_args(arguments)
-    if asked.score:
-        raise ConfigError(["--score takes no other option than --json: it is of published runs, not of a model"])
-    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
+    parser_ = parser()
+    options, unknown = parser_.parse_known_args(arguments)
+    if options.score:
+        raise ConfigError(
+            ["--score takes no other option than --json: it compares published runs, not a model of yours"]
+        )
+    known = [name for action in parser_._actions for name in action.option_strings if name.startswith("--")]
     faults = [
-        f"{word} is not an option{GONE.get(word.split('=')[0]) or suggest(word.split('=')[0], known)}"
+        f"{word} is not an option{REMOVED_OPTIONS.get(word.split('=')[0]) or suggest(word.split('=')[0], known)}"
         for word in unknown
     ]
-    values = _values(asked, faults)
-    model = _model(asked, values, faults)
-    gpu = _gpu(asked, faults, values.get("software", ""))
-    measured = _measured(asked.calibrate, faults)
+    values = _values(options, faults)
+    model = _model(options, values, faults)
+    gpu = _gpu(options, faults, values.get("software", ""))
+    measured = _measured(options.calibrate, faults)
     if not faults:
-        faults += _contradictions(asked, values)
+        faults += _contradictions(options, values)
     if faults:
         raise ConfigError(faults)
     assert model is not None
-    made_job, told = _job(asked, values, model, gpu, measured)
+    made_job, sources = _job(options, values, model, gpu, measured)
     if values["dtype"] == "fp8" and not made_job.gpu.fp8_flops:
         raise ConfigError(
-            [f"--dtype='fp8' needs a GPU with products in 8 bits, which --gpu={gpu.name!r} has not: bf16"]
+            [f"--dtype='fp8' needs a GPU with products in 8 bits, which --gpu={gpu.name!r} does not have: use bf16"]
         )
     layout = None
-    if asked.layout is not None:
-        layout, faults = given_layout(asked.layout, made_job, int(values["zero"] or 0))
+    if options.layout is not None:
+        layout, faults = given_layout(options.layout, made_job, int(values["zero"] or 0))
         if faults:
             raise ConfigError(faults)
     stages = [int(values["zero"])] if values["zero"] and layout is None else range(4)
-    return Asked(made_job, told, layout, stages, values.get("tokens"))
+    return Question(made_job, sources, layout, stages, values.get("tokens"))
 
 
-def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
+def _values(options: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
     """Return the parsed values of OPTIONS, or their defaults."""
     values: dict[str, Any] = {}
     for name, read, default, words in OPTIONS:
-        written = getattr(asked, name.replace("-", "_"))
+        written = getattr(options, name.replace("-", "_"))
         if written is None and default is None:
             faults.append(f"--{name} is missing: {words.removesuffix(' (needed)')}")
         elif not callable(read):
@@ -221,13 +223,13 @@ def _values(asked: argparse.Namespace, faults: list[str]) -> dict[str, Any]:
 
 
 def _model(
-    asked: argparse.Namespace, values: dict[str, Any], faults: list[str]
+    options: argparse.Namespace, values: dict[str, Any], faults: list[str]
 ) -> tuple[Shape, float, list[str]] | None:
     """Return shape, parameters, and their source in words."""
-    given = [name for name in ("model", "config", "params") if getattr(asked, name) is not None]
+    given = [name for name in ("model", "config", "params") if getattr(options, name) is not None]
     if len(given) != 1:
         named_ = " and ".join(f"--{name}" for name in given)
-        faults.append(f"{named_} each say which model it is: name one" if given else "--model, --config or --params is missing: the model")  # fmt: skip
+        faults.append(f"{named_} each set the model: use only one" if given else "--model, --config or --params is missing: the model")  # fmt: skip
         return None
     if given == ["params"]:
         if "params" not in values:
@@ -236,18 +238,20 @@ def _model(
         return guessed(values["params"], *sizes), values["params"], []
     for name in ("layers", "width", "heads", "vocabulary"):
         if name in values:
-            faults.append(f"--{name} is said by --{given[0]} too: leave it out, or name the model by --params")
+            faults.append(f"--{name} is set by --{given[0]} too: leave it out, or use --params")
     try:
-        shape, num_parameters, source = named(asked.model) if asked.model is not None else from_config(asked.config)
+        shape, num_parameters, source = (
+            named(options.model) if options.model is not None else from_config(options.config)
+        )
     except ConfigError as error:
         faults += error.faults
         return None
     return shape, num_parameters, [f"model from {source}"]
 
 
-def _gpu(asked: argparse.Namespace, faults: list[str], software: str = "") -> Gpu:
+def _gpu(options: argparse.Namespace, faults: list[str], software: str = "") -> Gpu:
     try:
-        return gpu_named(asked.gpu or ASSUMED_GPU, software)
+        return gpu_named(options.gpu or ASSUMED_GPU, software)
     except ConfigError as error:
         faults += error.faults
         return gpu_named(ASSUMED_GPU)
@@ -263,14 +267,14 @@ def _measured(folders: Sequence[Path], faults: list[str]) -> list[Measured]:
     return found
 
 
-def _contradictions(asked: argparse.Namespace, values: dict[str, Any]) -> Iterator[str]:
+def _contradictions(options: argparse.Namespace, values: dict[str, Any]) -> Iterator[str]:
     """Yield contradictions between options."""
     gpus, samples, trained = values["gpus"], values["batch"], values.get("global-batch")
-    if "gpu-memory" not in values and asked.gpu is None:
+    if "gpu-memory" not in values and options.gpu is None:
         yield "--gpu or --gpu-memory is missing: the memory of one GPU, such as 80GB or 900MB"
     if "width" in values and "heads" in values and values["width"] % values["heads"]:
         yield f"--width={values['width']} is not a multiple of --heads={values['heads']}: heads share the width equally"
-    in_node = values.get("gpus-per-node") or _gpu(asked, []).gpus_per_node
+    in_node = values.get("gpus-per-node") or _gpu(options, []).gpus_per_node
     if gpus > in_node and gpus % in_node:
         yield f"--gpus={gpus} does not fill nodes of --gpus-per-node={in_node}: name a multiple"
     if trained is not None and "microbatches" in values:
@@ -287,44 +291,44 @@ def _contradictions(asked: argparse.Namespace, values: dict[str, Any]) -> Iterat
 
 
 def _job(
-    asked: argparse.Namespace, values: dict[str, Any], model: tuple[Shape, float, list[str]], gpu: Gpu,
+    options: argparse.Namespace, values: dict[str, Any], model: tuple[Shape, float, list[str]], gpu: Gpu,
     measured: list[Measured],
 ) -> tuple[Job, list[str]]:  # fmt: skip
-    shape, num_parameters, told = model[0], model[1], list(model[2])
+    shape, num_parameters, sources = model[0], model[1], list(model[2])
     precision = PRECISIONS[values["precision"]]
     numbers, itemsize = OPTIMIZERS[values["optimizer"]]
     moment_bytes = numbers * (itemsize or (4 if precision.masters else precision.itemsize))
-    gpu = _card(asked, values, gpu, precision)
+    gpu = _card(options, values, gpu, precision)
     far = Link(values["latency"], values.get("link", gpu.link_bytes_per_s), LINK_SHARE)
     near = Link(values["node-latency"], values.get("node-link", gpu.node_link_bytes_per_s), NODE_LINK_SHARE)
     for run in (each.of_shape(shape, values["seq"], values["batch"]) for each in measured):
-        told.append(run.told)
+        sources.append(run.source)
         far, near = (run.link, run.link) if run.link else (far, near)
         gpu = measured_card(gpu, run.flops) if run.flops else gpu
     trained = values["batch"] * values.get("microbatches", 4) * values["gpus"]
-    offload = asked.offload or values["optimizer"] == PAGED
-    chunked = "chunked" if "lora" in values or asked.step_in_backward else None
-    savings = Savings(offload, asked.step_in_backward, values.get("lora", 0), BASES[values["base"]], asked.no_sync)
+    offload = options.offload or values["optimizer"] == PAGED
+    chunked = "chunked" if "lora" in values or options.step_in_backward else None
+    savings = Savings(offload, options.step_in_backward, values.get("lora", 0), BASES[values["base"]], options.no_sync)
     made = Job(
         num_parameters, values["gpus"], values.get("gpu-memory", gpu.memory_bytes), shape, values["seq"],
         values["batch"], values.get("global-batch", trained), "global-batch" not in values, gpu, far, near,
         values.get("gpus-per-node", gpu.gpus_per_node), Weights(precision.itemsize, precision.masters, moment_bytes),
-        values["recompute"], values["attention"] == "flash", not asked.no_sequence_parallel, values["reserve"],
-        values["dtype"] == "fp8", asked.overlap_tp, values["interleave"], savings,
-        values["loss"] or chunked or loss_of(values["software"], fp8=values["dtype"] == "fp8"), values["dispatcher"] == "deepep", asked.overlap_ep,
-        asked.balanced,
+        values["recompute"], values["attention"] == "flash", not options.no_sequence_parallel, values["reserve"],
+        values["dtype"] == "fp8", options.overlap_tp, values["interleave"], savings,
+        values["loss"] or chunked or loss_of(values["software"], fp8=values["dtype"] == "fp8"), values["dispatcher"] == "deepep", options.overlap_ep,
+        options.balanced,
         hides=not any(run.crowded for run in measured),
     )  # fmt: skip
-    return made, told
+    return made, sources
 
 
-def _card(asked: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision: Precision) -> Gpu:
+def _card(options: argparse.Namespace, values: dict[str, Any], gpu: Gpu, precision: Precision) -> Gpu:
     """Return the named or assumed card with given values; float32 products run as TF32, half as fast."""
     if precision.itemsize == 4:
         gpu = replace(
             gpu, flops=gpu.flops / 2, told=f"{gpu.told}; in TF32 half of its peak, where PyTorch is allowed it"
         )
-    if asked.gpu is None:
+    if options.gpu is None:
         gpu = replace(gpu, link_bytes_per_s=sizes.rate("400Gbit"), told=f"assumed ({gpu.told}): name yours with --gpu")
     if "flops" in values:
         # Another card's memory is not known: as fast, beside its products, as that of the card that it is likened to.
@@ -375,22 +379,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if scored.score is not None:
             print("\n".join(_score(scored.score, as_json=scored.json)))
             return 0
-    asked = read_asked(given)
+    question = read_question(given)
     switches = parser().parse_known_args(given)[0]
-    chosen = plan(asked.job, asked.stages)
+    chosen = plan(question.job, question.stages)
     if not chosen.costs:
-        raise ConfigError([_no_layout(asked)])
-    priced = None if asked.layout is None else cost(asked.job, asked.layout)
+        raise ConfigError([_no_layout(question)])
+    priced = None if question.layout is None else cost(question.job, question.layout)
     if switches.json:
-        print(json.dumps(as_json(asked.job, asked.told, chosen, priced, asked.tokens), indent=1, allow_nan=False))
+        print(
+            json.dumps(
+                as_json(question.job, question.sources, chosen, priced, question.tokens), indent=1, allow_nan=False
+            )
+        )
         return 0
     if priced is not None:
-        print("\n".join(on_terminal(layout_lines(asked.job, asked.told, priced, chosen, asked.tokens))))
+        print("\n".join(on_terminal(layout_lines(question.job, question.sources, priced, chosen, question.tokens))))
     else:
-        print("\n".join(on_terminal(answer_lines(asked.job, asked.told, chosen, asked.tokens))))
-    shown = asked.layout or (chosen.pick.layout if chosen.pick else None)
+        print("\n".join(on_terminal(answer_lines(question.job, question.sources, chosen, question.tokens))))
+    shown = question.layout or (chosen.pick.layout if chosen.pick else None)
     if shown is not None and switches.see:
-        print(log_line("together", f"{command(shown, asked.job)}"))
+        print(log_line("together", f"{command(shown, question.job)}"))
     return 0
 
 
@@ -402,11 +410,11 @@ def _score(path: Path, *, as_json: bool) -> list[str]:
     return on_terminal(score.score_lines(rows, asks))
 
 
-def _no_layout(asked: Asked) -> str:
-    made = asked.job
-    of_stage = f" with {sharing(asked.stages[0])}" if len(asked.stages) == 1 else ""
+def _no_layout(question: Question) -> str:
+    made = question.job
+    of_stage = f" with {sharing(question.stages[0])}" if len(question.stages) == 1 else ""
     batch = f"--global-batch={made.global_samples} in microbatches of {made.samples}"
-    return f"{batch} cannot be dealt equally to any number of replicas that {made.gpus} GPUs make{of_stage}"
+    return f"{batch} cannot be split equally over any number of replicas of {made.gpus} GPUs{of_stage}"
 
 
 if __name__ == "__main__":

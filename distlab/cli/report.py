@@ -163,7 +163,7 @@ def plan_of(folder: Path, records: Ranks) -> Plan | None:
     found = planned(folder, records)
     if found is None:
         return None
-    return Plan({name: (cost.step_s, cost.held_bytes) for name, cost in found.costs.items()}, found.told)
+    return Plan({name: (cost.step_s, cost.held_bytes) for name, cost in found.costs.items()}, found.sources)
 
 
 def days(text: str) -> int:

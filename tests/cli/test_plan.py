@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import MOST_RANKS, command, main, read_asked, shrunk
+from distlab.cli.plan import MOST_RANKS, command, main, read_question, shrunk
 from distlab.experiments import cp, dp, fsdp, tp
 from distlab.experiments.mesh import MODE
 from distlab.lab.config import Config, ConfigError
@@ -29,11 +29,11 @@ from distlab.tools.plan.job import Job, Weights
 from distlab.tools.plan.layout import KINDS, Layout, layouts
 from distlab.tools.plan.memory import memory_by_class, microbatches
 from distlab.tools.plan.model import GPT2_VOCABULARY, Shape, guessed
-from distlab.tools.plan.step_time import ring_s, sent, tensor_s, turned
+from distlab.tools.plan.step_time import ring_bytes, ring_s, sent, tensor_s
 
 
 def job(line: str) -> Job:
-    return read_asked(line.split()).job
+    return read_question(line.split()).job
 
 
 SHARED = ("dp", "zero1", "zero2", "zero3")
@@ -182,12 +182,12 @@ def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> 
 
 def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
     asked, layout = job(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
-    all_s = turned(asked, layout) / asked.link.effective
+    all_s = ring_bytes(asked, layout) / asked.link.effective
     over_nodes = replace(asked, gpus_per_node=4)
     assert ring_s(over_nodes, layout, attention=1e9) == pytest.approx(all_s / 21)
     assert ring_s(over_nodes, layout, attention=0.0) == pytest.approx(all_s)
     again = replace(asked, recompute="full")
-    assert turned(again, layout) == pytest.approx(4 / 3 * turned(asked, layout))
+    assert ring_bytes(again, layout) == pytest.approx(4 / 3 * ring_bytes(asked, layout))
 
 
 def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
@@ -240,7 +240,7 @@ def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(job(f"{leaner} --gpus 16")).pick is not None
     assert plan(job(leaner)).pick is None
     assert [words.split(" ")[0] for words in said[:3]] == ["--gpus", "--offload", "GPUs"]
-    assert all("another training" in words for words in said[3:])
+    assert all("a different training" in words for words in said[3:])
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
     assert "take       nothing:" in printed and "would fit  --gpus 16" in printed
@@ -310,7 +310,7 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
     trained = run_of(
         tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
     )
-    asked, told, *_ = read_asked([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    asked, told, *_ = read_question([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
     assert asked.link == asked.node_link
     assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
     # Of a token 6 FLOP a parameter but for the embedding's, and 7·s·h a layer of attention.
@@ -327,13 +327,13 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
         ("comm", [], "has no fitted all_reduce"),
         ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", 1.0, -2.0]])], "did not grow with size"),
         ("comm", [Table(FITTED, ["variant", LATENCY, RATE], [["gloo", "fast", 1.0]])], "where a fitted number belongs"),
-        ("tp", [Profile("megatron", {"forward": 1.0, "backward": 2.0})], "it takes a comm run"),
-        ("dp", [], "it takes a comm run"),
+        ("tp", [Profile("megatron", {"forward": 1.0, "backward": 2.0})], "it takes a finished run, of comm"),
+        ("dp", [], "it takes a finished run, of comm"),
     ],
 )
 def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_asked([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
+        read_question([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
 
 
 def test_it_needs_no_torch() -> None:
@@ -368,7 +368,7 @@ def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
 
 
 def test_every_kind_is_a_run_that_the_lab_takes() -> None:
-    job, *_ = read_asked([*SEVEN.split(), "--recompute"])
+    job, *_ = read_question([*SEVEN.split(), "--recompute"])
     for (_, tensor, pipeline, stage), context in itertools.product(KINDS, (False, True)):
         given = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
         config = Config.read(given)

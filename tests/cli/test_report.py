@@ -192,7 +192,7 @@ def test_without_a_run_the_command_for_one_is_printed(tmp_path: Path, capsys: py
 def test_a_report_shows_the_planners_numbers_or_the_reason(tmp_path: Path) -> None:
     run = written(tmp_path / "run", good_run(2))
     assert main([str(run), "--page-only"]) == 0
-    assert "not planned: it knows the lab" in (run / "report.html").read_text()
+    assert "not planned: only the lab" in (run / "report.html").read_text()
     alien = bent(good_run(2), lambda each: replace(each, run_mode="moe") if isinstance(each, Start) else each)
     assert main([str(written(tmp_path / "alien", alien)), "--page-only"]) == 0
     assert "What the planner predicts" not in (tmp_path / "alien" / "report.html").read_text()

@@ -13,7 +13,7 @@ from distlab.tools.plan.memory import held_bytes
 
 # A simpler layout may be slower by this: the estimate is no more exact, and people's time counts too.
 SLACK = 1.10
-TOLD_FROM = 0.01  # of a step: smaller differences are not mentioned
+NOTABLE = 0.01  # of a step: smaller differences are not mentioned
 MOST_GPUS = 1 << 17
 
 
@@ -59,26 +59,26 @@ def family_of(layout: Layout) -> tuple[bool, bool, bool]:
 
 def plan(job: Job, stages: Sequence[int] = range(4)) -> Plan:
     """Compare every kind with these ZeRO stages; include layouts that cut samples only if none fits."""
-    costs, left_out = weighed(job, stages)
+    costs, left_out = best_of_kinds(job, stages)
     if not any(each.fits for each in costs.values()):
-        costs |= weighed(job, stages, context=True)[0]
+        costs |= best_of_kinds(job, stages, context=True)[0]
     fitting = [each for each in costs.values() if each.fits]
     fastest = min((each.step_s for each in fitting), default=0.0)
     near = [each for each in fitting if each.step_s <= SLACK * fastest]
     return Plan(costs, left_out, min(near, key=lambda each: each.layout.effort, default=None))
 
 
-def weighed(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
+def best_of_kinds(job: Job, stages: Sequence[int], *, context: bool = False) -> tuple[dict[str, Cost], dict[str, str]]:
     """Return per kind the fastest that fits, or else the smallest, and the reasons for missing kinds; with `context` of
     layouts that cut samples."""
     costs, left_out = {}, {}
     for kind, tensor, pipeline, stage in (each for each in KINDS if each[3] in stages):
         name = f"cp x {kind}" if context else kind
-        held = [(held_bytes(job, each), each) for each in layouts(job, tensor, pipeline, stage, context)]
-        if fitting := [layout for nbytes, layout in held if nbytes <= job.usable_bytes]:
+        candidates = [(held_bytes(job, each), each) for each in layouts(job, tensor, pipeline, stage, context)]
+        if fitting := [layout for nbytes, layout in candidates if nbytes <= job.usable_bytes]:
             costs[name] = min((cost(job, layout) for layout in fitting), key=lambda each: each.step_s)
-        elif held:  # time does not matter if nothing fits
-            costs[name] = cost(job, min(held, key=lambda each: each[0])[1])
+        elif candidates:  # time does not matter if nothing fits
+            costs[name] = cost(job, min(candidates, key=lambda each: each[0])[1])
         else:
             left_out[name] = impossible(job, tensor, pipeline, stage)
     return costs, left_out
@@ -94,38 +94,34 @@ def reason(chosen: Plan, job: Job) -> str:
     cut = pick.layout.context > 1
     too_large = [name for name, each in simpler.items() if not each.fits and (each.layout.context > 1) == cut]
     slower = [each for each in chosen.shown if each in simpler.values() and each.fits]
-    told = [f"it holds {human_bytes(pick.held_bytes)} of {human_bytes(job.usable_bytes)} usable"]
+    reasons = [f"it needs {human_bytes(pick.held_bytes)} of {human_bytes(job.usable_bytes)} usable"]
     if cut:
-        told.append("nothing that keeps samples whole fits")
+        reasons.append("nothing that keeps samples whole fits")
     if too_large:
-        told.append(f"{', '.join(too_large)} do{'es' * (len(too_large) == 1)} not fit")
+        reasons.append(f"{', '.join(too_large)} do{'es' * (len(too_large) == 1)} not fit")
     if slower:
         ratios = [f"{each.layout.name} {each.step_s / pick.step_s:.2f}x" for each in slower]
-        told.append(f"{', '.join(ratios)} as long")
-    if gain >= TOLD_FROM:
-        told.append(f"{fastest.layout.name} would be {gain:.0%} faster, for more change to the model")
+        reasons.append(f"{', '.join(ratios)} as long")
+    if gain >= NOTABLE:
+        reasons.append(f"{fastest.layout.name} would be {gain:.0%} faster, but changes the model more")
     elif len(chosen.fitting) > 1 and not slower:
-        told.append("nothing that fits is faster and as simple")
-    return "; ".join(told)
+        reasons.append("nothing that fits is faster and as simple")
+    return "; ".join(reasons)
 
 
 def loses(each: Cost, pick: Cost | None, job: Job) -> str:
     """Return why a layout was not chosen: what it needs more of."""
     if not each.fits:
         largest = human_bytes(each.memory[each.largest])
-        return (
-            f"{human_bytes(each.held_bytes)} are more than {human_bytes(job.usable_bytes)}: {largest} of {each.largest}"
-        )
+        return f"{human_bytes(each.held_bytes)} are more than {human_bytes(job.usable_bytes)}: {largest} are {each.largest}"
     if pick is None or each is pick:
         return ""
     more = {name: each.parts[name] - pick.parts[name] for name in each.parts}
     worst = max(more, key=lambda name: more[name])
     waits = f"{'waits for ' if worst in EXPOSED else ''}{worst}"
     ratio = each.step_s / pick.step_s - 1
-    if ratio < TOLD_FROM:
-        return (
-            f"{-ratio:.0%} faster, for more change to the model" if ratio <= -TOLD_FROM else "as fast, and less simple"
-        )
+    if ratio < NOTABLE:
+        return f"{-ratio:.0%} faster, but changes the model more" if ratio <= -NOTABLE else "as fast, but less simple"
     return f"{ratio:.0%} slower: {three_digits(more[worst])} s more of {waits}"
 
 
@@ -147,8 +143,8 @@ NF4_BYTES = (
 def remedies(job: Job) -> Iterator[str]:
     """Yield changes that would make it fit."""
     changes: list[tuple[str, Callable[[Job], Job]]] = [
-        ("--recompute", lambda given: replace(given, recompute="full")),
-        ("--batch 1", lambda given: replace(given, samples=1)),
+        ("--recompute", lambda changed: replace(changed, recompute="full")),
+        ("--batch 1", lambda changed: replace(changed, samples=1)),
     ]
     useful, leanest = [change for change in changes if change[1](job) != job], job
     for name, change in useful:
@@ -159,10 +155,10 @@ def remedies(job: Job) -> Iterator[str]:
     if plan(leanest).pick is not None:  # this is enough: the other remedies keep the step as it is
         leanest, all_changes = job, ""
     yield from more_gpus(job, leanest, all_changes)
-    costs, beside = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
+    costs, with_changes = plan(leanest).costs, f", with{all_changes}" if all_changes else ""
     least = min(costs.values(), key=lambda each: each.held_bytes)
     yield from offload(leanest, costs.get("zero3", least), all_changes)
-    yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{beside}: {least.layout.name} holds least"
+    yield f"GPUs of {human_bytes(least.held_bytes / (1 - job.reserve))}{with_changes}: {least.layout.name} needs least"
     yield from other_trainings(job, leanest, all_changes)
 
 
@@ -172,23 +168,23 @@ def other_trainings(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
     if job.gpus > job.gpus_per_node:
         return
     for name, change in LEANER:
-        for given, words in ((job, ""), (leanest, all_changes)):
-            if (pick := plan(change(given)).pick) is not None:
-                yield f"{name}{words}: another training, then {fitted(pick)}"
+        for changed, changes_text in ((job, ""), (leanest, all_changes)):
+            if (pick := plan(change(changed)).pick) is not None:
+                yield f"{name}{changes_text}: a different training; then {fitted(pick)}"
                 break
 
 
 def fitted(pick: Cost) -> str:
-    return f"{pick.layout.name} fits, with {human_bytes(pick.held_bytes)} a GPU"
+    return f"{pick.layout.name} fits, with {human_bytes(pick.held_bytes)} per GPU"
 
 
 def more_gpus(job: Job, leanest: Job, all_changes: str) -> Iterator[str]:
     """Yield the first doubled number of GPUs that fits, unchanged or with all memory savings."""
     gpus = full_nodes(job, job.gpus * 2)
     while gpus <= MOST_GPUS:
-        for given, words in ((job, ""), (leanest, all_changes)):
-            if (pick := plan(given.on(gpus)).pick) is not None:
-                yield f"--gpus {gpus}{words}: then {fitted(pick)}"
+        for changed, changes_text in ((job, ""), (leanest, all_changes)):
+            if (pick := plan(changed.on(gpus)).pick) is not None:
+                yield f"--gpus {gpus}{changes_text}: then {fitted(pick)}"
                 return
         gpus = full_nodes(job, gpus * 2)
 
@@ -200,12 +196,12 @@ def full_nodes(job: Job, gpus: int) -> int:
 
 def offload(job: Job, sharded: Cost, all_changes: str) -> Iterator[str]:
     """Yield offloading the optimizer's state to the host's memory, if the rest fits."""
-    left = held_bytes(replace(job, savings=replace(job.savings, offload=True)), sharded.layout)
-    if left <= job.usable_bytes and sharded.memory["optimizer"]:
+    remaining = held_bytes(replace(job, savings=replace(job.savings, offload=True)), sharded.layout)
+    if remaining <= job.usable_bytes and sharded.memory["optimizer"]:
         host = sharded.memory["optimizer"] * job.node_gpus
         yield (
             f"--offload{all_changes}: then the optimizer's state is in {human_bytes(host)} of each node's host memory and"
-            f" {sharded.layout.name} leaves {human_bytes(left)} a GPU, for slower steps (DeepSpeed ZeRO-Offload, FSDP's"
+            f" {sharded.layout.name} needs {human_bytes(remaining)} per GPU, with slower steps (DeepSpeed ZeRO-Offload, FSDP's"
             " CPU offload)"
         )
 

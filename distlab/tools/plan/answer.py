@@ -14,75 +14,77 @@ from distlab.tools.plan.job import Job, Link, shown_count
 from distlab.tools.plan.layout import Layout
 from distlab.tools.plan.memory import ADAPTER_BYTES, adapter_parameters, microbatches
 from distlab.tools.plan.model import active
-from distlab.tools.plan.step_time import whole_messages
+from distlab.tools.plan.step_time import messages_without_overlap
 
 COLUMNS = ["strategy", "holds", "fits", "sends", "waits s", "step s", "MFU"]  # the page and --json have all
 MESSAGES = (
-    "T = rounds·α + bytes/B, rings, one collective a layer; sums hide under the backward pass, ZeRO-3's gathers but a"
-    " pass's first under compute; all else is exposed"
+    "T = rounds·α + bytes/B, rings, one collective per layer; sums overlap with the backward pass, ZeRO-3's gathers with"
+    " compute, except the first of a pass; all else is exposed"
 )
-SHARED_CORES = (
-    "T = rounds·α + bytes/B, rings, one collective a layer; the cores that compute move the bytes too, so nothing hides"
-)
+SHARED_CORES = "T = rounds·α + bytes/B, rings, one collective per layer; the same cores compute and move bytes, so nothing overlaps"
 DAY_S = 86400.0
 
 
-def answer_lines(job: Job, told: Sequence[str], chosen: Plan, tokens: float | None = None) -> list[str]:
+def answer_lines(job: Job, sources: Sequence[str], chosen: Plan, tokens: float | None = None) -> list[str]:
     """Return the whole answer if the planner chooses the layout."""
-    said = [*heading(job, told), "", *aligned(COLUMNS, [strategy_line(job, each) for each in chosen.shown]), ""]
+    lines = [*heading(job, sources), "", *aligned(COLUMNS, [strategy_line(job, each) for each in chosen.shown]), ""]
     reasons = dict.fromkeys(chosen.left_out.values())
-    said += [
+    lines += [
         f"left out   {', '.join(name for name in chosen.left_out if chosen.left_out[name] == why)}: {why}"
         for why in reasons
     ]
     if chosen.pick is None:
         least = min(chosen.costs.values(), key=lambda each: each.held_bytes)
         nothing = (
-            f"nothing: {least.layout.name} holds least, {human_bytes(least.held_bytes)} of"
+            f"nothing: {least.layout.name} needs least, {human_bytes(least.held_bytes)} of"
             f" {human_bytes(job.usable_bytes)} usable"
         )
-        return [*said, f"take       {nothing}", *(f"would fit  {remedy}" for remedy in remedies(job))]
+        return [*lines, f"take       {nothing}", *(f"would fit  {remedy}" for remedy in remedies(job))]
     tool, shown = framework(chosen.pick.layout)
-    said += [f"take       {chosen.pick.layout.name}: {reason(chosen, job)}"]
-    said += [f"why not    {each.layout.name}: {why}" for each in chosen.shown if (why := loses(each, chosen.pick, job))]
-    said += [
+    lines += [f"take       {chosen.pick.layout.name}: {reason(chosen, job)}"]
+    lines += [
+        f"why not    {each.layout.name}: {why}" for each in chosen.shown if (why := loses(each, chosen.pick, job))
+    ]
+    lines += [
         f"step       {step_line(chosen.pick)}",
         *band_lines(job, chosen.pick),
         *hidden_lines(job, chosen.pick),
         f"rate       {rate_line(job, chosen.pick)}",
     ]
-    said += [f"training   {training_line(job, chosen.pick, tokens)}"] if tokens else []
-    return [*said, f"with       {tool}", *(f"see it     {command}" for command in shown)]
+    lines += [f"training   {training_line(job, chosen.pick, tokens)}"] if tokens else []
+    return [*lines, f"with       {tool}", *(f"see it     {command}" for command in shown)]
 
 
-def layout_lines(job: Job, told: Sequence[str], given: Cost, chosen: Plan, tokens: float | None = None) -> list[str]:
+def layout_lines(
+    job: Job, sources: Sequence[str], cost_of_layout: Cost, chosen: Plan, tokens: float | None = None
+) -> list[str]:
     """Return the whole answer for a given layout."""
-    said = [*heading(job, told), ""]
-    held, usable = human_bytes(given.held_bytes), human_bytes(job.usable_bytes)
-    classes = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in given.memory.items() if nbytes)
-    said += [
-        f"layout     {given.layout.name}: {microbatches(job, given.layout)} microbatches of {job.samples} a replica",
-        f"memory     {held} of {usable} usable: {classes}; the largest is {given.largest}",
-        f"fits       {fit_words(job, given)}",
-        f"step       {step_line(given)}",
-        *band_lines(job, given),
-        *hidden_lines(job, given),
-        f"rate       {rate_line(job, given)}",
+    lines = [*heading(job, sources), ""]
+    stored, usable = human_bytes(cost_of_layout.held_bytes), human_bytes(job.usable_bytes)
+    classes = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in cost_of_layout.memory.items() if nbytes)
+    lines += [
+        f"layout     {cost_of_layout.layout.name}: {microbatches(job, cost_of_layout.layout)} microbatches of {job.samples} per replica",
+        f"memory     {stored} of {usable} usable: {classes}; the largest is {cost_of_layout.largest}",
+        f"fits       {fit_text(job, cost_of_layout)}",
+        f"step       {step_line(cost_of_layout)}",
+        *band_lines(job, cost_of_layout),
+        *hidden_lines(job, cost_of_layout),
+        f"rate       {rate_line(job, cost_of_layout)}",
     ]
-    said += [f"training   {training_line(job, given, tokens)}"] if tokens else []
+    lines += [f"training   {training_line(job, cost_of_layout, tokens)}"] if tokens else []
     pick = chosen.pick
     if pick is None:
-        return [*said, "would fit  no other layout of these GPUs", *(f"would fit  {each}" for each in remedies(job))]
-    if pick.layout == given.layout:
-        return [*said, f"beside it  nothing better: {reason(chosen, job)}"]
+        return [*lines, "would fit  no other layout of these GPUs", *(f"would fit  {each}" for each in remedies(job))]
+    if pick.layout == cost_of_layout.layout:
+        return [*lines, f"beside it  nothing better: {reason(chosen, job)}"]
     others = [each for each in sorted(chosen.fitting, key=lambda each: each.step_s)[:5] if each is not pick]
     return [
-        *said,
-        *(f"beside it  {each.layout.name}: {beside(each, given)}" for each in [pick, *others]),
+        *lines,
+        *(f"beside it  {each.layout.name}: {compared_with(each, cost_of_layout)}" for each in [pick, *others]),
     ]
 
 
-def fit_words(job: Job, each: Cost) -> str:
+def fit_text(job: Job, each: Cost) -> str:
     """Return whether it fits, or may fit: planned bytes are only as exact as their band."""
     over = each.held_bytes - job.usable_bytes
     plain = f"no, by {human_bytes(over)}" if over > 0 else "yes"
@@ -97,39 +99,43 @@ def band_lines(job: Job, each: Cost) -> list[str]:
     factor = band(kind := job.shape.kind(fp8=job.fp8))
     return [
         f"band       {three_digits(each.step_s / factor)} to {three_digits(each.step_s * factor)} s, x/÷ {factor:.2f}: nine of"
-        f" ten published steps of {kind} lie so near, of sources that are in no fit; memory x/÷ {band('memory'):.2f}"
+        f" ten published steps of {kind} are within it, each predicted without its own source; memory x/÷ {band('memory'):.2f}"
     ]
 
 
-def beside(each: Cost, given: Cost) -> str:
+def compared_with(each: Cost, cost_of_layout: Cost) -> str:
     """Describe another layout by its memory and time."""
-    ratio = each.step_s / given.step_s - 1
+    ratio = each.step_s / cost_of_layout.step_s - 1
     speed = f"{abs(ratio):.0%} {'slower' if ratio > 0 else 'faster'}"
-    return f"{human_bytes(each.held_bytes)}, {three_digits(each.step_s)} s a step, {speed}, MFU {each.mfu:.0%}"
+    return f"{human_bytes(each.held_bytes)}, {three_digits(each.step_s)} s per step, {speed}, MFU {each.mfu:.0%}"
 
 
 def step_line(each: Cost) -> str:
     """Return the line of the step's parts."""
     parts = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in each.parts.items() if seconds >= 5e-4 * each.step_s)  # fmt: skip
     waits = [name for name in EXPOSED if each.parts[name] >= 5e-4 * each.step_s]
-    exposed = f" ({', '.join(waits)} {'are' if len(waits) > 1 else 'is'} messages that nothing hides)" if waits else ""
+    exposed = (
+        f" ({', '.join(waits)} {'are' if len(waits) > 1 else 'is'} messages that compute does not overlap)"
+        if waits
+        else ""
+    )
     return f"{three_digits(each.step_s)} s: {parts}{exposed}"
 
 
 def hidden_lines(job: Job, each: Cost) -> list[str]:
     """Return how much of each axis' messages overlaps with compute; empty without messages."""
-    whole = whole_messages(job, each.layout)
-    told = [
-        f"{name} {three_digits(seconds)} s, {1 - each.parts[name] / seconds:.0%} of it under compute"
-        for name, seconds in whole.items()
+    messages_s = messages_without_overlap(job, each.layout)
+    hidden = [
+        f"{name} {three_digits(seconds)} s, {1 - each.parts[name] / seconds:.0%} of it overlapped by compute"
+        for name, seconds in messages_s.items()
         if seconds
     ]
-    return [f"hidden     {'; '.join(told)}"] if told else []
+    return [f"hidden     {'; '.join(hidden)}"] if hidden else []
 
 
 def rate_line(job: Job, each: Cost) -> str:
     return (
-        f"{shown_count(each.tokens_per_s)} tokens/s, {shown_count(each.tokens_per_s / job.gpus)} a GPU; MFU {each.mfu:.1%}"
+        f"{shown_count(each.tokens_per_s)} tokens/s, {shown_count(each.tokens_per_s / job.gpus)} per GPU; MFU {each.mfu:.1%}"
         f" of {job.gpu.flops / 1e12:.4g} TFLOP/s"
     )
 
@@ -148,34 +154,34 @@ def training_line(job: Job, each: Cost, tokens: float) -> str:
     )
 
 
-def heading(job: Job, told: Sequence[str]) -> list[str]:
-    return [f"{name:<11}{text}" for name, text in assumed(job, told)]
+def heading(job: Job, sources: Sequence[str]) -> list[str]:
+    return [f"{name:<11}{text}" for name, text in assumed(job, sources)]
 
 
-def assumed(job: Job, told: Sequence[str]) -> list[tuple[str, str]]:
+def assumed(job: Job, sources: Sequence[str]) -> list[tuple[str, str]]:
     """Return every given, guessed or measured number, by heading."""
     shape = job.shape
     keys = f", {shape.kv_heads} of keys and values" if shape.kv_heads != shape.heads else ""
     experts = (
-        f", {shape.experts} experts in {shape.moe_layers} layers of which a token takes {shape.experts_a_token}"
+        f", {shape.experts} experts in {shape.moe_layers} layers, of which a token uses {shape.experts_a_token}"
         f" ({shown_count(active(shape, job.num_parameters))} parameters)"
         if shape.experts
         else ""
     )
     model = (
         f"{shown_count(job.num_parameters)} parameters: {shape.layers} layers, width {shape.width}, {shape.heads} heads{keys},"
-        f" {shape.vocabulary} tokens to choose from{experts}; {job.seq} tokens a sample"
+        f" a vocabulary of {shape.vocabulary}{experts}; {job.seq} tokens per sample"
     )
     machine = (
         f"{job.gpus} GPUs of {human_bytes(job.gpu_memory_bytes)}, {job.reserve:.0%} of it kept free,"
-        f" {job.gpus_per_node} in a node; link {link(job.link)}, in a node {link(job.node_link)}"
+        f" {job.gpus_per_node} per node; link {link(job.link)}, inside a node {link(job.node_link)}"
     )
     step = (
         f"{job.global_samples} samples, {shown_count(job.step_tokens)} tokens: microbatches of {job.samples},"
-        f" {job.global_samples / job.samples:g}/d a replica of d"
+        f" {job.global_samples / job.samples:g}/d per replica, for d replicas"
     )
     headings = [("model", model), ("at rest", rest(job)), ("machine", machine), ("GPU", job.gpu.told)]
-    headings += [("source", text) for text in told]
+    headings += [("source", text) for text in sources]
     return [*headings, ("step", step), ("compute", compute(job)), ("messages", MESSAGES if job.hides else SHARED_CORES)]
 
 
@@ -184,25 +190,23 @@ def rest(job: Job) -> str:
     if job.savings.lora:
         trained = adapter_parameters(job)
         return (
-            f"{job.savings.base_itemsize:.3g} bytes a parameter, and {ADAPTER_BYTES} of each of"
+            f"{job.savings.base_itemsize:.3g} bytes per parameter, and {ADAPTER_BYTES} for each of"
             f" {shown_count(trained)} trained numbers of LoRA, rank {job.savings.lora}"
         )
     weights = job.weights
-    of_each = 2 * weights.itemsize + weights.moment_bytes + (4 if weights.masters else 0)
-    said = (
-        f"{of_each:g} bytes a parameter, {human_bytes(of_each * job.num_parameters)} in all before the first activation"
-    )
+    bytes_per_parameter = 2 * weights.itemsize + weights.moment_bytes + (4 if weights.masters else 0)
+    text = f"{bytes_per_parameter:g} bytes per parameter, {human_bytes(bytes_per_parameter * job.num_parameters)} in all before the first activation"
     if weights.masters:
-        said += f"; {of_each + 4 - weights.itemsize:g} in tp, pp and cp, where Megatron-LM sums gradients in float32"
+        text += f"; {bytes_per_parameter + 4 - weights.itemsize:g} in tp, pp and cp, where Megatron-LM sums gradients in float32"
     if job.savings.offload:
-        said += "; the optimizer's state is in the host's memory"
-    return said
+        text += "; the optimizer's state is in the host's memory"
+    return text
 
 
 def compute(job: Job) -> str:
     """Return how operations and activations are counted."""
-    kept = {
-        "none": "kept", "selective": "kept but for scores", "half": "half recomputed", "full": "recomputed",
+    activations = {
+        "none": "kept", "selective": "kept except scores", "half": "half recomputed", "full": "recomputed",
     }[job.recompute]  # fmt: skip
     scores = "" if job.flash else ", scores too"
     norms = ", norms cut too in tp (sequence parallel)" if job.sequence_parallel else ""
@@ -213,14 +217,14 @@ def compute(job: Job) -> str:
     experts = f", experts' at {shares.experts:.0%} of that" if job.shape.experts else ""
     return (
         f"products at {shares.matrix:.0%}{experts} and attention at {shares.attention:.0%} of {peak}{fp8}{rate}; activations"
-        f" {kept}{scores}{norms}"
+        f" {activations}{scores}{norms}"
     )
 
 
-def link(of: Link) -> str:
+def link(each: Link) -> str:
     """Describe a link: its rate, the ring's share of it, and its latency."""
-    got = f" ({of.share:.0%} of it)" if of.share != 1 else ""
-    return f"{human_bytes(of.bytes_per_s)}/s{got} and {of.latency_s * 1e6:.3g} us"
+    reached = f" ({each.share:.0%} of it)" if each.share != 1 else ""
+    return f"{human_bytes(each.bytes_per_s)}/s{reached} and {each.latency_s * 1e6:.3g} us"
 
 
 def strategy_line(job: Job, each: Cost) -> list[object]:
@@ -235,22 +239,22 @@ def strategy_line(job: Job, each: Cost) -> list[object]:
 
 
 def as_json(
-    job: Job, told: Sequence[str], chosen: Plan, given: Cost | None = None, tokens: float | None = None
+    job: Job, sources: Sequence[str], chosen: Plan, cost_of_layout: Cost | None = None, tokens: float | None = None
 ) -> dict[str, Any]:
     """Return the content of the lines, with numbers in bytes and seconds."""
-    taken, kind = given or chosen.pick, job.shape.kind(fp8=job.fp8)
+    trained, kind = cost_of_layout or chosen.pick, job.shape.kind(fp8=job.fp8)
     return {
-        "assumed": dict(assumed(job, told)),
+        "assumed": dict(assumed(job, sources)),
         "job": job_as_json(job),
         "usable_bytes": job.usable_bytes,
         "band": {"kind": kind, "step": band(kind), "memory": band("memory")} if job.gpu.name != "measured" else None,
-        "layout": None if given is None else of_layout(given, given, job),
+        "layout": None if cost_of_layout is None else layout_as_json(cost_of_layout, cost_of_layout, job),
         "take": None if chosen.pick is None else chosen.pick.layout.name,
         "reason": None if chosen.pick is None else reason(chosen, job),
-        "layouts": [of_layout(each, chosen.pick, job) for each in ranked(chosen)],
+        "layouts": [layout_as_json(each, chosen.pick, job) for each in ranked(chosen)],
         "left_out": chosen.left_out,
         "would_fit": list(remedies(job)) if chosen.pick is None else [],
-        "training": training(job, taken, tokens) if taken and tokens else None,
+        "training": training(job, trained, tokens) if trained and tokens else None,
     }
 
 
@@ -269,7 +273,7 @@ def ranked(chosen: Plan) -> list[Cost]:
     )
 
 
-def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
+def layout_as_json(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
     return {
         "name": each.layout.name,
         "axes": axes(each.layout),
@@ -281,7 +285,7 @@ def of_layout(each: Cost, pick: Cost | None, job: Job) -> dict[str, Any]:
         "fit": each.fit(job.usable_bytes),
         "sent_bytes": each.sent,
         "parts_s": each.parts,
-        "messages_s": whole_messages(job, each.layout),
+        "messages_s": messages_without_overlap(job, each.layout),
         "compute_s": each.compute_s,
         "exposed_s": each.exposed_s,
         "bubble": each.bubble,

@@ -32,7 +32,7 @@ class Measured:
 
     link: Link | None
     flops: float | None
-    told: str
+    source: str
     card: Card | None = None
     crowded: bool = False
 
@@ -42,8 +42,8 @@ class Measured:
             return self
         step_s = self.card.step_s(shape.layers, shape.width, seq, samples, shape.vocabulary)
         flops = executed_flops(shape, shape.body + shape.ends, seq, seq * samples) / step_s
-        told = f"{self.told}: {flops / 1e12:.3g} TFLOP/s by the sum of this model's parts, with {shape.vocabulary}"
-        return replace(self, flops=flops, told=f"{told} tokens to choose from")
+        source = f"{self.source}: {flops / 1e12:.3g} TFLOP/s by the sum of this model's parts, with {shape.vocabulary}"
+        return replace(self, flops=flops, source=f"{source} tokens to choose from")
 
 
 def calibrate(folder: Path) -> Measured:
@@ -64,9 +64,7 @@ def link_of(folder: Path, records: Ranks) -> Measured:
     rows = {} if table is None else {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     name = next((name for name in (*PREFERRED, *rows) if name in rows), None)
     if name is None:
-        raise BrokenRecord(
-            f"{folder} has no fitted all_reduce: it takes a comm run of two ranks or more that came to its end"
-        )
+        raise BrokenRecord(f"{folder} has no fitted all_reduce: it takes a finished comm run of two ranks or more")
     latency, rate = (_number(folder, rows[name].get(column)) for column in (LATENCY, RATE))
     if rate <= 0:
         raise BrokenRecord(
@@ -74,11 +72,11 @@ def link_of(folder: Path, records: Ranks) -> Measured:
         )
     # A least-squares fit of a link with next to no latency may end a little below zero.
     link = Link(max(0.0, latency) * 1e-6, rate * 1e9, halves=halves_of(records, name))
-    told = f"the link from {folder} ({name}): α = {latency:.3g} us, B = {rate:.3g} GB/s"
-    apart = (
+    source = f"the link from {folder} ({name}): α = {latency:.3g} us, B = {rate:.3g} GB/s"
+    halves_text = (
         f"; a reduce_scatter and an all_gather take {link.halves:.2f} times an all_reduce" if link.halves != 1 else ""
     )
-    return Measured(link, None, told + apart)
+    return Measured(link, None, source + halves_text)
 
 
 HALVES = ("reduce_scatter", "all_gather")
@@ -88,13 +86,13 @@ LEAST_BYTES = ("MiB", "GiB")  # sizes at which bytes count more than latency
 def halves_of(records: Ranks, name: str) -> float:
     """Return the time of both hand-written halves divided by an all_reduce's, the median of `comm`'s large sizes; 1
     without a sweep."""
-    taken: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for _, table in select(records, Table):
         if table.title in (*HALVES, "all_reduce") and {"size", "variant", "us"} <= set(table.columns):
             variant = name if table.title == "all_reduce" else BY_HAND
             rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-            taken[table.title] = {row["size"]: float(row["us"]) for row in rows if row["variant"] == variant}
-    sums, *halves = (taken.get(title, {}) for title in ("all_reduce", *HALVES))
+            times[table.title] = {row["size"]: float(row["us"]) for row in rows if row["variant"] == variant}
+    sums, *halves = (times.get(title, {}) for title in ("all_reduce", *HALVES))
     sizes = [size for size in sums if size.endswith(LEAST_BYTES) and all(size in half for half in halves)]
     return median(sum(half[size] for half in halves) / sums[size] for size in sizes) if sizes else 1.0
 
@@ -112,8 +110,8 @@ def flops_of(folder: Path, records: Ranks, start: Start) -> Measured:
     found = reached(folder, records, start) if gpt and start.run_mode in ("dp", "fsdp") else None
     if found is None:
         raise BrokenRecord(
-            f"{folder} is a run of {start.run_mode}: it takes a comm run for the link, or a dp or fsdp run of"
-            " LAB_MODEL=gpt for FLOP/s, come to its end"
+            f"{folder} is a run of {start.run_mode}: it takes a finished run, of comm for the link, or of dp or fsdp with"
+            " LAB_MODEL=gpt for FLOP/s"
         )
     return found
 
@@ -138,10 +136,10 @@ def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
     recompute = "full" if config.get("LAB_RECOMPUTE") else "none"
     name = min(usable, key=lambda each: usable[each])
     flops = executed_flops(shape, lab_parameters(shape, positions), positions, tokens, recompute) / usable[name]
-    told = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
+    source = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
     crowded = fills_cores(records, int(config.get("LAB_THREADS") or 1))
-    told += "; ranks fill all cores, so that no message is hidden" if crowded else ""
-    return Measured(None, flops, told, crowded=crowded)
+    source += "; ranks fill all cores, so that no message is hidden" if crowded else ""
+    return Measured(None, flops, source, crowded=crowded)
 
 
 def shape_of(config: dict[str, Any]) -> Shape:

@@ -56,11 +56,13 @@ class Card(NamedTuple):
     def product_s(self, rows: int, inner: int, columns: int) -> float:
         """Return the seconds of one product, by the FLOP/s of products of similar size."""
         place = [math.log2(size) for size in (rows, inner, columns)]
-        apart = sorted((math.dist(place, [math.log2(size) for size in each[:3]]), each.flops) for each in self.products)
-        if not apart[0][0]:
-            return 2 * rows * inner * columns / apart[0][1]
-        weights = [1 / distance**2 for distance, _ in apart[:NEAREST]]
-        flops = sum(weight * flops for weight, (_, flops) in zip(weights, apart, strict=False)) / sum(weights)
+        distances = sorted(
+            (math.dist(place, [math.log2(size) for size in each[:3]]), each.flops) for each in self.products
+        )
+        if not distances[0][0]:
+            return 2 * rows * inner * columns / distances[0][1]
+        weights = [1 / distance**2 for distance, _ in distances[:NEAREST]]
+        flops = sum(weight * flops for weight, (_, flops) in zip(weights, distances, strict=False)) / sum(weights)
         return 2 * rows * inner * columns / flops
 
     def linear_s(self, tokens: int, inputs: int, outputs: int) -> float:

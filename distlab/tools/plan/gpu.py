@@ -100,9 +100,9 @@ def gpu_named(name: str, software: str = "", without: str = "") -> Gpu:
             [f"--gpu={name!r} is not in the table{suggest(key, gpu_names())}, allowed: {', '.join(gpu_names())};"
              " any other: --flops and --gpu-memory"]
         )  # fmt: skip
-    kind, of = fitted(row["kind"], software, without)
+    kind, row_of_kind = fitted(row["kind"], software, without)
     chip = row["kind"] if key.startswith(row["kind"].lower().replace(" ", "")) else key.upper()
-    told = f"{chip}: {row['source']}; shares of the peak are those of {kind}, by {of['rows']} published runs"
+    told = f"{chip}: {row['source']}; shares of the peak are those of {kind}, by {row_of_kind['rows']} published runs"
     told += f" ({SOFTWARE[software]})" if software and kind.endswith(software) else ""
     return Gpu(
         key, row["flops"], row["fp8_flops"], row["memory_bytes"], row["memory_bytes_per_s"],

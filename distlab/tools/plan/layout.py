@@ -104,13 +104,13 @@ def layouts(job: Job, tensor: bool, pipeline: bool, stage: int, context: bool = 
         for c in [c for c in _divisors(job.gpus // t) if job.seq % (2 * c) == 0] if context else [1]:
             for p in _divisors(job.gpus // (t * c)) if pipeline else [1]:
                 replicas = job.gpus // (t * c * p)
-                for e in experts_dealt(job, t * replicas * c):
+                for e in expert_groups(job, t * replicas * c):
                     found = Layout(t, p, replicas, stage, c, e, job.chunks if p > 1 else 1)
                     if (stage == 0 or replicas * c > 1) and not faults_of(job, found):
                         yield found
 
 
-def experts_dealt(job: Job, holding: int) -> list[int]:
+def expert_groups(job: Job, holding: int) -> list[int]:
     """Return over how many ranks experts can be distributed: common divisors, for a dense model 1."""
     return [1, *_divisors(math.gcd(job.shape.experts, holding))] if job.shape.experts else [1]
 
@@ -118,19 +118,19 @@ def experts_dealt(job: Job, holding: int) -> list[int]:
 def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
     """Return why no layout of this kind is possible; its name has the ZeRO stage."""
     if job.gpus == 1:
-        return "one GPU has nobody to share with"
+        return "one GPU has no other to share with"
     reasons = []
     if tensor:
-        reasons.append(f"t divides the {job.node_gpus} GPUs of a node and the {job.shape.heads} heads")
+        reasons.append(f"t must divide the {job.node_gpus} GPUs of a node and the {job.shape.heads} heads")
     if pipeline:
         shared, alone = ("t·p", "p ") if tensor else ("p", "")
         times = f"{job.chunks} chunks of " if job.chunks > 1 else ""
         reasons.append(
-            f"{shared} divides the {job.gpus} GPUs, and {alone}is at most the {times}{job.shape.layers} layers"
+            f"{shared} must divide the {job.gpus} GPUs, and {alone}must be at most the {times}{job.shape.layers} layers"
         )
     if not job.grows:
         batch = f"batch of {job.global_samples} samples in microbatches of {job.samples}"
-        reasons.append(f"the replicas share the {batch} equally")
+        reasons.append(f"the replicas must share the {batch} equally")
     if stage > 0 and any(layouts(job, tensor, pipeline, 0)):
         reasons.append("ZeRO needs two replicas")
     return ", ".join(reasons)
@@ -139,15 +139,17 @@ def impossible(job: Job, tensor: bool, pipeline: bool, stage: int) -> str:
 def faults_of(job: Job, layout: Layout) -> list[str]:
     """Return why a layout is impossible, a sentence per fault with allowed values."""
     shape, found = job.shape, []
-    for name, size, whole, of in (
+    for name, size, total, parts_name in (
         ("tp", layout.tensor, shape.heads, "attention heads"),
         ("tp", layout.tensor, job.node_gpus, "GPUs of a node, since a layer's sums go over its fast links"),
         ("etp", layout.expert_tensor, layout.tensor, "ranks of tp, over which each expert is cut"),
-        ("ep", layout.expert, layout.tensor * layout.holding // layout.expert_tensor, "ranks of tp x dp x cp, over etp, among which experts are dealt"),
+        ("ep", layout.expert, layout.tensor * layout.holding // layout.expert_tensor, "ranks of tp x dp x cp, over etp, that share the experts"),
         ("ep", layout.expert, shape.experts or 1, "experts of the model"),
     ):  # fmt: skip
-        if whole % size:
-            found.append(f"{name}{size} does not divide the {whole} {of}, allowed: {listed([1, *_divisors(whole)])}")
+        if total % size:
+            found.append(
+                f"{name}{size} does not divide the {total} {parts_name}, allowed: {listed([1, *_divisors(total)])}"
+            )
     if layout.pipeline * layout.chunks > shape.layers:
         most = shape.layers // layout.chunks
         each = f" of {layout.chunks} chunks" if layout.chunks > 1 else ""
@@ -158,14 +160,14 @@ def faults_of(job: Job, layout: Layout) -> list[str]:
             f" {2 * layout.context}"
         )
     if job.global_samples % (job.samples * layout.replicas):
-        dealt = [d for d in [1, *_divisors(job.gpus)] if job.global_samples % (job.samples * d) == 0]
+        possible = [d for d in [1, *_divisors(job.gpus)] if job.global_samples % (job.samples * d) == 0]
         found.append(
             f"dp{layout.replicas} does not share --global-batch={job.global_samples} in microbatches of {job.samples}"
-            f" equally, allowed: {listed(dealt) or 'another microbatch'}"
+            f" equally, allowed: {listed(possible) or 'another microbatch'}"
         )
     elif layout.chunks > 1 and (parts := job.global_samples // (job.samples * layout.replicas)) % layout.pipeline:
         found.append(
-            f"--interleave={layout.chunks} wants a multiple of pp{layout.pipeline} microbatches and a replica has {parts}:"
+            f"--interleave={layout.chunks} needs a multiple of pp{layout.pipeline} microbatches, and a replica has {parts}:"
             " a smaller dp or microbatch, or --interleave 1"
         )
     return found

@@ -42,10 +42,10 @@ def dense_parameters(job: Job, layout: Layout) -> float:
 def dense_body(job: Job) -> float:
     """Count the parameters of all layers without experts: the given number minus the shape's other parts. A mixture's
     published number is rounded too coarsely for that, so the shape alone decides."""
-    shape, given = job.shape, job.num_parameters - job.shape.ends - job.shape.expert_parameters
+    shape, published = job.shape, job.num_parameters - job.shape.ends - job.shape.expert_parameters
     of_shape = shape.body - shape.expert_parameters
-    close = shape.experts and abs(given - of_shape) < ROUNDED * job.num_parameters
-    return of_shape if close else max(0.0, given)
+    close = shape.experts and abs(published - of_shape) < ROUNDED * job.num_parameters
+    return of_shape if close else max(0.0, published)
 
 
 def expert_parameters(job: Job, layout: Layout) -> float:
@@ -69,11 +69,11 @@ def memory_by_class(job: Job, layout: Layout) -> dict[str, float]:
     One process with one microbatch has all activations before any gradient, and all gradients after the last
     activation: the larger counts.
     """
-    kept, logits = passing_bytes(job, layout)
+    activations, logits = passing_bytes(job, layout)
     rest = at_rest(job, layout)
     if layout.gpus == 1 and microbatches(job, layout) == 1:
-        rest["gradients"] = max(0.0, rest["gradients"] - kept - logits)
-    return rest | {"gathered": gathered_bytes(job, layout), "activations": kept, "logits": logits}
+        rest["gradients"] = max(0.0, rest["gradients"] - activations - logits)
+    return rest | {"gathered": gathered_bytes(job, layout), "activations": activations, "logits": logits}
 
 
 def held_bytes(job: Job, layout: Layout) -> float:
@@ -115,12 +115,12 @@ def adapters_at_rest(job: Job, layout: Layout) -> dict[str, float]:
     own, shared = own_parameters(job, layout), layout.holding if layout.stage == 3 else 1
     ends = min(own, job.shape.ends / layout.tensor)
     trained = adapter_parameters(job) * layers(job, layout) / job.shape.layers / layout.tensor
-    of_each = trained / (layout.holding if layout.stage else 1)
+    own_trained = trained / (layout.holding if layout.stage else 1)
     return {
         "parameters": ((own - ends) * job.savings.base_itemsize + ends * job.itemsize) / shared
         + trained * job.itemsize,
         "gradients": trained * job.itemsize,
-        "optimizer": 0.0 if job.savings.offload else of_each * (ADAPTER_BYTES - 2 * 2),
+        "optimizer": 0.0 if job.savings.offload else own_trained * (ADAPTER_BYTES - 2 * 2),
     }
 
 
@@ -141,13 +141,13 @@ def gathered_bytes(job: Job, layout: Layout) -> float:
 
 def passing_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     """Return activations and logits of the stage with more of them: the first or the last."""
-    whole, kept = layer_bytes(job, layout), kept_bytes(job, layout)
-    again = whole if job.recompute in ("half", "full") else 0.0
+    layer, saved = layer_bytes(job, layout), saved_bytes(job, layout)
+    again = layer if job.recompute in ("half", "full") else 0.0
     depth, scores = layers(job, layout), logits_bytes(job, layout)
-    first = kept * depth * flying(job, layout) + again
+    first = saved * depth * flying(job, layout) + again
     if layout.pipeline == 1:
         return first, scores
-    last = kept * depth + again
+    last = saved * depth + again
     return (last, scores) if last + scores > first else (first, 0.0)
 
 
@@ -162,11 +162,11 @@ def flying(job: Job, layout: Layout) -> float:
     return min(float(parts), p + (p - 1) / v)
 
 
-def kept_bytes(job: Job, layout: Layout) -> float:
+def saved_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes saved per layer and microbatch until its backward pass."""
     whole = layer_bytes(job, layout)
-    given = boundary_bytes(job, layout) / sliced(job, layout)
-    return {"none": whole, "selective": whole, "half": (whole + given) / 2, "full": given}[job.recompute]
+    input_bytes = boundary_bytes(job, layout) / sliced(job, layout)
+    return {"none": whole, "selective": whole, "half": (whole + input_bytes) / 2, "full": input_bytes}[job.recompute]
 
 
 def sliced(job: Job, layout: Layout) -> int:

@@ -79,8 +79,8 @@ class Shape:
         if not self.kv_rank:
             return [(self.width, queries + self.keys), output]
         up = self.heads * (self.head - self.rope_dim + self.value)
-        asks = [(self.width, self.q_rank), (self.q_rank, queries)] if self.q_rank else [(self.width, queries)]
-        return [*asks, (self.width, self.kv_rank + self.rope_dim), (self.kv_rank, up), output]
+        query_matrices = [(self.width, self.q_rank), (self.q_rank, queries)] if self.q_rank else [(self.width, queries)]
+        return [*query_matrices, (self.width, self.kv_rank + self.rope_dim), (self.kv_rank, up), output]
 
     def feed_forward(self, inner: int) -> list[tuple[float, float]]:
         """Return [inner, outer] of the matrices of a feed-forward part of this width."""
@@ -103,8 +103,8 @@ class Shape:
     @cached_property
     def body(self) -> float:
         """Count the parameters of all matrices between embedding and output layer by the shape; a GPT has 12·L·h²."""
-        whole = self.layers * numel(self.attention) + (self.layers - self.moe_layers) * numel(self.dense)
-        return whole + self.moe_layers * numel(self.beside_experts) + self.expert_parameters
+        total = self.layers * numel(self.attention) + (self.layers - self.moe_layers) * numel(self.dense)
+        return total + self.moe_layers * numel(self.beside_experts) + self.expert_parameters
 
     @cached_property
     def expert_parameters(self) -> float:
@@ -204,12 +204,12 @@ class Config:
     """The fields of a transformers config.json; it records which were read and their faults."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        self.told, self.fields = f"--config={str(path)!r}", fields
-        self.known: set[str] = set()
+        self.option, self.fields = f"--config={str(path)!r}", fields
+        self.read: set[str] = set()
         self.faults: list[str] = []
 
     def value(self, *names: str) -> Any:
-        self.known |= {*names}
+        self.read |= {*names}
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     def number(self, *names: str, otherwise: int | None = None) -> int:
@@ -217,11 +217,11 @@ class Config:
         value = self.value(*names)
         if value is None or (value == 0 and otherwise is not None and value is not False):
             if otherwise is None:
-                self.faults.append(f"{self.told} has no {' or '.join(names)}, a whole number from 1 on")
+                self.faults.append(f"{self.option} has no {' or '.join(names)}, a whole number from 1 on")
             return 1 if otherwise is None else otherwise
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 10**9:
             name = next(name for name in names if self.fields.get(name) is not None)
-            self.faults.append(f"{self.told} has {name}={value!r}, allowed: a whole number from 1 to a billion")
+            self.faults.append(f"{self.option} has {name}={value!r}, allowed: a whole number from 1 to a billion")
             return 1
         return value
 
@@ -230,10 +230,10 @@ class Config:
         heads, widths and the like."""
         for name, value in self.fields.items():
             large = (isinstance(value, int) and not isinstance(value, bool) and value > 0) or (value and isinstance(value, list | dict))  # fmt: skip
-            if large and name not in self.known and SHAPING.search(name) and not SHAPELESS.search(name):
-                self.faults.append(f"{self.told} has {name}={value!r}, which says something of the shape that is not known here: --params with --layers, --width and --heads")  # fmt: skip
+            if large and name not in self.read and SHAPING.search(name) and not SHAPELESS.search(name):
+                self.faults.append(f"{self.option} has {name}={value!r}, which says something of the shape that is not known here: --params with --layers, --width and --heads")  # fmt: skip
         if self.value("is_encoder_decoder"):
-            self.faults.append(f"{self.told} has is_encoder_decoder=true, allowed: a decoder alone")
+            self.faults.append(f"{self.option} has is_encoder_decoder=true, allowed: a decoder alone")
 
 
 SHAPING = re.compile(r"size|dim|width|rank|head|layer|block|expert|hidden|inner|kernel|expand|state|period|mamba|ssm|conv|lru|_config$|^(n|num|d)_")  # fmt: skip
@@ -282,7 +282,7 @@ def plain_shape(config: Config) -> Shape:
     shape = Shape(layers, width, heads, kv_heads, inner, gated, vocabulary, tied)
     rank = config.number("kv_lora_rank", otherwise=0)
     if config.number("word_embed_proj_dim", otherwise=width) != width:
-        config.known.discard("word_embed_proj_dim")
+        config.read.discard("word_embed_proj_dim")
     head_dim = config.number("head_dim", "kv_channels", "attention_head_dim", otherwise=0)
     if not rank:
         return replace(shape, head_dim=head_dim if head_dim * heads != width else 0)
@@ -295,7 +295,9 @@ def plain_shape(config: Config) -> Shape:
 def experts_of(config: Config, layers: int) -> dict[str, Any]:
     """Return the fields of a mixture of experts; each family names the layers with experts in its own way."""
     experts = config.number("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", otherwise=0)
-    taken = config.number("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1)
+    per_token = config.number(
+        "num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_top_k", otherwise=1
+    )
     shared = config.number("shared_expert_intermediate_size", "shared_intermediate_size", otherwise=0)
     count = config.number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", otherwise=int(str(config.value("model_type")).startswith("llama4")))  # fmt: skip
     dense = config.number("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size", otherwise=1)
@@ -308,7 +310,7 @@ def experts_of(config: Config, layers: int) -> dict[str, Any]:
         return {}
     after = 0 if config.value("moe_layer_freq") else 1  # DeepSeek begins a period with one, others end it
     sparse = listed or [i for i in range(first, layers) if (i + after) % step == 0 and i not in plain]
-    found = {"experts": experts, "experts_a_token": taken, "moe_layers": len(sparse), "mlp_width": inner}
+    found = {"experts": experts, "experts_a_token": per_token, "moe_layers": len(sparse), "mlp_width": inner}
     if len(sparse) < layers and dense != inner:
         found["dense_width"] = dense
     return found | {"shared_width": shared or count * inner, "expert_groups": groups if config.number("n_group", otherwise=1) > 1 else 0}  # fmt: skip
@@ -320,7 +322,7 @@ def windows_of(config: Config, layers: int) -> dict[str, Any]:
     kinds, usual = config.value("layer_types") or [], PATTERNS.get(str(config.value("model_type")), 0)
     pattern = config.number("sliding_window_pattern", "no_rope_layer_interval", otherwise=usual)
     for kind in sorted({*map(str, kinds)} - {"full_attention", "sliding_attention", "chunked_attention"}):
-        config.faults.append(f"{config.told} has layer_types with {kind!r}, allowed: full_attention, sliding_attention, chunked_attention")  # fmt: skip
+        config.faults.append(f"{config.option} has layer_types with {kind!r}, allowed: full_attention, sliding_attention, chunked_attention")  # fmt: skip
     if not window or config.value("use_sliding_window") is False:
         return {}
     limited = sum(kind != "full_attention" for kind in kinds) if kinds else layers - (layers // pattern if pattern else 0)  # fmt: skip

@@ -94,7 +94,7 @@ def published() -> list[Row]:
     return msgspec.json.decode(PUBLISHED.read_bytes(), type=dict[str, list[Row]])["rows"]
 
 
-def asked(row: Row, without: str = "") -> tuple[Job, Layout]:
+def job_and_layout(row: Row, without: str = "") -> tuple[Job, Layout]:
     """Return the row as a job, with shares fitted without the rows of one source."""
     card = gpu_named(row.gpu, row.software, without)
     job = Job(
@@ -130,66 +130,68 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
         raise ConfigError([f"--score={str(path)!r} is no JSON file that can be read: {error}"]) from None
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise ConfigError([f"--score={str(path)!r} is not a list of rows, each a table of fields"])
-    rows, asks, faults = [], [], []
-    for place, given in enumerate(found):
-        name = str(given.get("name", f"row {place}"))
+    rows, questions, faults = [], [], []
+    for place, row_fields in enumerate(found):
+        name = str(row_fields.get("name", f"row {place}"))
         try:
-            row, taken = row_of(name, given)
+            row, assumed = row_of(name, row_fields)
         except (ConfigError, msgspec.ValidationError) as error:
             faults += [f"{name}: {fault}" for fault in getattr(error, "faults", [error])]
             continue
         rows.append(row)
-        asks += [f"{name}: {words}" for words in taken]
+        questions += [f"{name}: {text}" for text in assumed]
     if not rows:
         raise ConfigError([f"--score: {fault}" for fault in faults])
-    return rows, [*(f"{fault}; not scored" for fault in faults), *asks]
+    return rows, [*(f"{fault}; not scored" for fault in faults), *questions]
 
 
-def row_of(name: str, given: Mapping[str, Any]) -> tuple[Row, list[str]]:
+def row_of(name: str, row_fields: Mapping[str, Any]) -> tuple[Row, list[str]]:
     """Return one row and sentences on its missing fields; raises ConfigError or msgspec.ValidationError."""
-    said = {field: given.get(field, given.get(alias)) for field in Row.__struct_fields__ for alias in [ALIASES.get(field, field)]}  # fmt: skip
-    said = {field: value for field, value in said.items() if value is not None} | {"name": name}
-    flat = dict(given["shape"]) if isinstance(given.get("shape"), dict) else dict(given)
+    fields = {field: row_fields.get(field, row_fields.get(alias)) for field in Row.__struct_fields__ for alias in [ALIASES.get(field, field)]}  # fmt: skip
+    fields = {field: value for field, value in fields.items() if value is not None} | {"name": name}
+    flat = dict(row_fields["shape"]) if isinstance(row_fields.get("shape"), dict) else dict(row_fields)
     shape: dict[str, Any] = {field: flat[field] for field in SHAPE if flat.get(field) is not None}
-    lacks = [field for field in NEEDED if field not in said and field not in shape]
-    if "step_s" not in said and "peak_bytes" not in said:
+    lacks = [field for field in NEEDED if field not in fields and field not in shape]
+    if "step_s" not in fields and "peak_bytes" not in fields:
         lacks.append("measured_s or measured_mem_bytes")
     if lacks:
         raise ConfigError([f"leaves out {', '.join(lacks)}: needed"])
-    taken = [f"{field} (taken: {ASSUMED[field]})" for field in ASSUMED if field not in said and field not in shape]  # fmt: skip
+    assumed = [f"{field} (taken: {ASSUMED[field]})" for field in ASSUMED if field not in fields and field not in shape]  # fmt: skip
     shape = {"kv_heads": shape["heads"], "mlp_width": 4 * shape["width"], "gated": True, "tied": False} | shape
     shape |= (of_published := as_published(shape))
-    whole = msgspec.convert(shape, Shape)
-    words = f"{said.get('source', '')} {name}".lower()
-    software = next((software for word, software in OF_SOURCE.items() if word in words), "")
-    known = {"parameters": whole.body + whole.ends, "software": software, "no_sync": "kempner" in words}
-    said = ASSUMED | known | said | {"shape": whole}
-    said["gpu"] = (card := gpu_named(str(said["gpu"]))).name
-    if "gpus_per_node" not in said or card.gpus_per_node > 8:  # a rack is one node, of many trays
-        said["gpus_per_node"] = card.gpus_per_node
-    said.setdefault("dp", said["gpus"] // (said["tp"] * said["pp"] * said["cp"]))
-    row = msgspec.convert(said, Row)
+    shape_of_row = msgspec.convert(shape, Shape)
+    text = f"{fields.get('source', '')} {name}".lower()
+    software = next((software for word, software in OF_SOURCE.items() if word in text), "")
+    known = {"parameters": shape_of_row.body + shape_of_row.ends, "software": software, "no_sync": "kempner" in text}
+    fields = ASSUMED | known | fields | {"shape": shape_of_row}
+    fields["gpu"] = (card := gpu_named(str(fields["gpu"]))).name
+    if "gpus_per_node" not in fields or card.gpus_per_node > 8:  # a rack is one node, of many trays
+        fields["gpus_per_node"] = card.gpus_per_node
+    fields.setdefault("dp", fields["gpus"] // (fields["tp"] * fields["pp"] * fields["cp"]))
+    row = msgspec.convert(fields, Row)
     faults = [f"tp{row.tp} x pp{row.pp} x cp{row.cp} x dp{row.dp} are not its {row.gpus} GPUs"]
     if row.tp * row.pp * row.cp * row.dp == row.gpus:
-        job, layout = asked(row)  # its microbatches need not be a multiple of its stages: it ran
+        job, layout = job_and_layout(row)  # its microbatches need not be a multiple of its stages: it ran
         faults = faults_of(job, replace(layout, chunks=1))
     if faults:
         raise ConfigError(faults)
-    asks = [f"leaves out {', '.join(taken)}"] if taken else []
-    part = (whole.body + whole.ends) / row.parameters
+    questions = [f"leaves out {', '.join(assumed)}"] if assumed else []
+    part = (shape_of_row.body + shape_of_row.ends) / row.parameters
     if not of_published and abs(part - 1) > ROUNDED:
         lacking = ", ".join(field for field in SHAPE if field.endswith(("_dim", "_rank", "d_width", "e_width")))
-        asks.append(f"its shape has {part:.0%} of its parameters; which of these does it leave out: {lacking}?")
-    return row, asks
+        questions.append(f"its shape has {part:.0%} of its parameters; which of these does it leave out: {lacking}?")
+    return row, questions
 
 
 def as_published(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other fields of the published mixture of this width; a row may have fewer of its layers."""
     for name in table():
         known = asdict(named(name)[0])
-        alike = all(shape.get(field) == known[field] for field in ("width", "heads", "mlp_width", "experts"))
-        if shape.get("experts") and alike and shape.get("kv_heads") == known["kv_heads"]:
+        same_shape = all(shape.get(field) == known[field] for field in ("width", "heads", "mlp_width", "experts"))
+        if shape.get("experts") and same_shape and shape.get("kv_heads") == known["kv_heads"]:
             part = shape["layers"] / known["layers"]
-            left = {field: value for field, value in known.items() if field not in shape and value}
-            return left | ({"window_layers": round(part * left["window_layers"])} if "window_layers" in left else {})
+            missing = {field: value for field, value in known.items() if field not in shape and value}
+            return missing | (
+                {"window_layers": round(part * missing["window_layers"])} if "window_layers" in missing else {}
+            )
     return {}

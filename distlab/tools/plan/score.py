@@ -15,7 +15,7 @@ from typing import Any
 from distlab.lab.report.table import aligned
 from distlab.lab.report.units import human_bytes, three_digits
 from distlab.tools.plan.costs import cost
-from distlab.tools.plan.rows import Row, asked, published
+from distlab.tools.plan.rows import Row, job_and_layout, published
 
 NEAR, MEMORY_NEAR = 0.25, 0.10
 INSIDE = 0.9  # share of a kind's rows inside its band
@@ -47,7 +47,7 @@ def compared(rows: Iterable[Row]) -> list[Compared]:
     """Return every published number with its prediction, in the order of the rows."""
     found = []
     for row in rows:
-        priced = cost(*asked(row, row.left_out))
+        priced = cost(*job_and_layout(row, row.left_out))
         rest = sum(priced.memory[name] for name in ("parameters", "gradients", "optimizer"))
         kept = priced.memory["activations"]
         predicted = {"step": priced.step_s, "peak": priced.held_bytes, "rest": rest, "activations": kept}
@@ -109,7 +109,7 @@ def summary(found: Sequence[Compared]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def score_lines(rows: Sequence[Row], asks: Sequence[str] = ()) -> list[str]:
+def score_lines(rows: Sequence[Row], questions: Sequence[str] = ()) -> list[str]:
     """Return a table of steps and one of memory, worst first, missing fields, and sums by kind."""
     found = compared(rows)
     steps = [each for each in found if each.what == "step"]
@@ -121,7 +121,7 @@ def score_lines(rows: Sequence[Row], asks: Sequence[str] = ()) -> list[str]:
     ]  # fmt: skip
     return [
         *table_of(steps, three_digits), "", *([*table_of(memory, human_bytes), ""] if memory else []),
-        *(f"asked      {words}" for words in asks),
+        *(f"asked      {words}" for words in questions),
         *aligned(["each without its own source", "rows", "median", "signed", "near", "in band", "worst"], sums),
     ]  # fmt: skip
 
@@ -134,11 +134,11 @@ def table_of(found: Sequence[Compared], shown: Callable[[float], str]) -> list[s
     return aligned(["row", "of", "planned", "measured", "error", "in band"], rows)
 
 
-def score_json(rows: Sequence[Row], asks: Sequence[str] = ()) -> dict[str, Any]:
+def score_json(rows: Sequence[Row], questions: Sequence[str] = ()) -> dict[str, Any]:
     """Return the score with all numbers, for JSON."""
     found = compared(rows)
     return {
-        "asked": list(asks),
+        "asked": list(questions),
         "kinds": {name: summary(each) for name, each in groups(found).items()},
         "rows": [
             {

@@ -75,11 +75,11 @@ def compute_parts(job: Job, layout: Layout) -> dict[str, float]:
     parts, depth = microbatches(job, layout), layers(job, layout)
     named = {"products": products_s, "attention": attention_s, "elementwise": elementwise_s}
     layer = {name: of_layer(job, layout) for name, of_layer in named.items()}
-    ends = left_of_ends_s(job, layout, sum(layer.values()), vocabulary_s(job, layout))
+    ends = ends_s_over_stages(job, layout, sum(layer.values()), vocabulary_s(job, layout))
     return {name: parts * depth * seconds for name, seconds in layer.items()} | {"vocabulary": parts * ends}
 
 
-def left_of_ends_s(job: Job, layout: Layout, layer_s: float, ends_s: float) -> float:
+def ends_s_over_stages(job: Job, layout: Layout, layer_s: float, ends_s: float) -> float:
     """Return the output layer's extra seconds per microbatch. The last stage has as many layers as the fullest, where p
     divides them, or else what is left of them; balanced stages share layers and output layer."""
     whole, depth = job.shape.layers, layers(job, layout)
@@ -179,8 +179,8 @@ def sent(job: Job, layout: Layout) -> dict[str, float]:
     ends = pipeline_ends(layout.pipeline, layout.chunks, 1 if layout.pipeline > 2 else 0)
     return {
         "data": sum(summed_bytes(job, layout, own, ranks) for own, ranks, _ in copies(job, layout)),
-        "tensor": waited_for(job, layout) + gathered_again(job, layout),
-        "context": turned(job, layout),
+        "tensor": slice_bytes(job, layout) + gathered_again(job, layout),
+        "context": ring_bytes(job, layout),
         "expert": dispatched(job, layout),
         "pipeline": ends * parts * boundary_bytes(job, layout) / sliced(job, layout),
     }
@@ -191,8 +191,8 @@ def copies(job: Job, layout: Layout) -> list[tuple[float, int, int]]:
     experts are on fewer ranks, which are farther apart, mostly one per node."""
     dense, experts = dense_parameters(job, layout), expert_parameters(job, layout)
     ranks = layout.tensor * layout.holding // layout.expert_span
-    alike = [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
-    return alike if experts else alike[:1]
+    replicated = [(dense, layout.holding, layout.tensor), (experts, ranks, layout.expert_span)]
+    return replicated if experts else replicated[:1]
 
 
 def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
@@ -206,12 +206,12 @@ def summed_bytes(job: Job, layout: Layout, own: float, ranks: int) -> float:
     return zero_bytes(stage, ranks, gradients, parts) if stage else all_reduce_bytes("gloo", ranks, int(gradients))
 
 
-def left_s(job: Job, messages_s: float, compute_s: float) -> float:
+def exposed_s(job: Job, messages_s: float, compute_s: float) -> float:
     """Return message time that compute does not hide: all, if both use the same cores."""
     return exposed_seconds(messages_s, compute_s if job.hides else 0.0)
 
 
-def waited_for(job: Job, layout: Layout) -> float:
+def slice_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes per step that slices wait for: the sums of g and f."""
     slices = SLICES * layers(job, layout) * microbatches(job, layout)
     recompute = "full" if job.recompute == "full" else "none"
@@ -225,7 +225,7 @@ def gathered_again(job: Job, layout: Layout) -> float:
     return slices * again if job.sequence_parallel else 0.0
 
 
-def turned(job: Job, layout: Layout) -> float:
+def ring_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes per step around a sample's ring: K and V of this rank's heads, and their gradients."""
     both = job.samples * job.seq * job.shape.keys / layout.tensor * job.itemsize
     of_layer = even_ring_bytes(both, layout.context, again=job.recompute == "full")
@@ -251,17 +251,17 @@ def copies_to_nodes(job: Job, layout: Layout) -> float:
     """Count a token's copies to other nodes: one per expert there, or one per node with experts, at most as many as its
     groups of experts."""
     nodes = max(1.0, layout.expert_span / job.node_gpus)
-    taken = job.shape.experts_a_token
+    experts = job.shape.experts_a_token
     if not job.once_a_node:
-        return taken * (1 - 1 / nodes)
-    reached = nodes * (1 - (1 - 1 / nodes) ** taken)
+        return experts * (1 - 1 / nodes)
+    reached = nodes * (1 - (1 - 1 / nodes) ** experts)
     return min(reached, job.shape.expert_groups or reached) * (1 - 1 / nodes)
 
 
-def link_of(job: Job, ranks_apart: int, cards: int = 1) -> Link:
+def link_of(job: Job, span: int, cards: int = 1) -> Link:
     """Return the link of a group over so many neighbouring ranks, of which `cards` are in each node: inside a node its
     own link, between nodes those of its cards together, which are no faster than the node's."""
-    if job.node_gpus % ranks_apart == 0:
+    if job.node_gpus % span == 0:
         return job.node_link
     together = min(job.node_link.effective, max(1, cards) * job.link.effective)
     return Link(job.link.latency_s, together, halves=job.link.halves)
@@ -273,13 +273,13 @@ def exposed_parts(job: Job, layout: Layout, compute: dict[str, float]) -> dict[s
     return {
         "tensor": tensor_s(job, layout, products),
         "context": ring_s(job, layout, attention),
-        "expert": left_s(job, expert_s(job, layout), compute_s if job.overlap_ep else 0.0),
+        "expert": exposed_s(job, expert_s(job, layout), compute_s if job.overlap_ep else 0.0),
         "pipeline": pipeline_s(job, layout),
         "data": data_s(job, layout, compute_s),
     }
 
 
-def whole_messages(job: Job, layout: Layout) -> dict[str, float]:
+def messages_without_overlap(job: Job, layout: Layout) -> dict[str, float]:
     """Return the seconds of each axis' messages without overlap."""
     return exposed_parts(job, layout, dict.fromkeys(("products", "attention"), 0.0))
 
@@ -289,9 +289,9 @@ def tensor_s(job: Job, layout: Layout, products: float) -> float:
     tp_comm_overlap does) they hide but for one piece in four."""
     sums = SLICES * layers(job, layout) * microbatches(job, layout) * slice_sums("full" if job.recompute == "full" else "none")  # fmt: skip
     rounds = sums * all_reduce_rounds("ring", layout.tensor)
-    all_s = message_seconds(rounds, waited_for(job, layout), job.node_link.latency_s, job.node_link.effective)
+    all_s = message_seconds(rounds, slice_bytes(job, layout), job.node_link.latency_s, job.node_link.effective)
     all_s *= job.node_link.halves if job.sequence_parallel else 1.0
-    return all_s / PIECES + left_s(job, all_s * (1 - 1 / PIECES), products) if job.overlap_tp else all_s
+    return all_s / PIECES + exposed_s(job, all_s * (1 - 1 / PIECES), products) if job.overlap_tp else all_s
 
 
 def ring_s(job: Job, layout: Layout, attention: float) -> float:
@@ -302,9 +302,9 @@ def ring_s(job: Job, layout: Layout, attention: float) -> float:
     link = link_of(job, layout.tensor * layout.context)
     turns = even_ring_turns(layout.context, again=job.recompute == "full")
     rounds = turns * layers(job, layout) * microbatches(job, layout)
-    all_s = message_seconds(rounds, turned(job, layout), link.latency_s, link.effective)
+    all_s = message_seconds(rounds, ring_bytes(job, layout), link.latency_s, link.effective)
     last_s = all_s / turns
-    return last_s + left_s(job, all_s - last_s, attention)
+    return last_s + exposed_s(job, all_s - last_s, attention)
 
 
 def expert_s(job: Job, layout: Layout) -> float:
@@ -337,17 +337,17 @@ def data_s(job: Job, layout: Layout, compute_s: float) -> float:
     moves = {0: 1, 1: 2, 2: parts + 1, 3: 3 * parts}[stage]
     move_s = sum(move_seconds(job, layout, moves, *each) for each in copies(job, layout) if each[1] > 1)
     if not move_s or stage == 0:
-        return left_s(job, move_s, backward_s)
+        return exposed_s(job, move_s, backward_s)
     if stage == 3:
         # Forward and backward: nothing computes during the gather of a pass' first layer.
         first_s = 2 * parts * move_s / depth
-        return first_s + left_s(job, moves * move_s - first_s, compute_s)
-    return left_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
+        return first_s + exposed_s(job, moves * move_s - first_s, compute_s)
+    return exposed_s(job, move_s, backward_s) * (parts if stage == 2 else 1) + move_s
 
 
-def move_seconds(job: Job, layout: Layout, moves: int, own: float, ranks: int, apart: int) -> float:
+def move_seconds(job: Job, layout: Layout, moves: int, own: float, ranks: int, distance: int) -> float:
     """Return seconds of one sum or gather of all layers, or in plain data parallelism both halves of a sum."""
-    link = link_of(job, apart * ranks, min(max(1, job.node_gpus // apart), ranks))
+    link = link_of(job, distance * ranks, min(max(1, job.node_gpus // distance), ranks))
     rounds = all_reduce_rounds("ring", ranks) * layers(job, layout) / (2 if layout.stage else 1)
     halves = link.halves if layout.stage else 1.0
     nbytes = summed_bytes(job, layout, own, ranks)

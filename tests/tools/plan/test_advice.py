@@ -45,10 +45,10 @@ def test_what_is_faster_by_less_than_one_percent_is_not_worth_a_word(monkeypatch
     hair = job("--params 7B --gpus 16 --gpu-memory 60GB --node-link 27GB/s")
     chosen = plan(hair)
     assert chosen.pick is not None and min(each.step_s for each in chosen.fitting) < chosen.pick.step_s
-    assert "faster, for more change" not in reason(chosen, hair)
+    assert "faster, but changes" not in reason(chosen, hair)
     more = job("--params 7B --gpus 64 --gpu-memory 80GB")
-    assert "zero3 would be 3% faster, for more change to the model" in reason(plan(more), more)
-    monkeypatch.setattr(advice, "TOLD_FROM", 1e-9)
+    assert "zero3 would be 3% faster, but changes the model more" in reason(plan(more), more)
+    monkeypatch.setattr(advice, "NOTABLE", 1e-9)
     assert "would be 0% faster" in reason(chosen, hair)
 
 

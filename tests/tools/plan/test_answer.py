@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import main, read_asked
+from distlab.cli.plan import main, read_question
 from distlab.lab.config import ConfigError
 from distlab.tools.plan.costs import Cost, cost
 from distlab.tools.plan.layout import Layout
@@ -19,7 +19,7 @@ LINE = "--model llama3-70b --gpus 64 --gpu h100 --seq 8192 --global-batch 1024"
 
 
 def priced(line: str) -> Cost:
-    asked = read_asked(line.split())
+    asked = read_question(line.split())
     assert asked.layout is not None
     return cost(asked.job, asked.layout)
 
@@ -30,8 +30,8 @@ def test_a_given_layout_is_priced_and_others_stand_beside_it(capsys: pytest.Capt
     for words in ("layout     tp 8 x pp 4 x zero1 2 x 5 chunks: 512 microbatches", "the largest is ", "fits       yes",
                   "MFU ", " GPU-hours", "beside it  "):  # fmt: skip
         assert words in printed
-    assert "tp 8" in read_asked([*LINE.split(), "--layout", "pp4,tp8"]).layout.name  # type: ignore[union-attr]
-    assert read_asked([*LINE.split(), "--layout", "tp8"]).layout == Layout(8, 1, 8, 0), "dp is what is left"
+    assert "tp 8" in read_question([*LINE.split(), "--layout", "pp4,tp8"]).layout.name  # type: ignore[union-attr]
+    assert read_question([*LINE.split(), "--layout", "tp8"]).layout == Layout(8, 1, 8, 0), "dp is what is left"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_a_given_layout_is_priced_and_others_stand_beside_it(capsys: pytest.Capt
         ("--layout cp64,dp1 --seq 8190", ["cp64 does not cut --seq=8190 into 128 equal runs"]),
         ("--layout ep2", ["ep2 does not divide the 1 experts of the model"]),
         ("--layout pp64 --zero 1", ["--zero=1 shards over dp x cp, which is one rank"]),
-        ("--layout pp4,dp16 --interleave 3 --global-batch 32", ["--interleave=3 wants a multiple of pp4 microbatches"]),
+        ("--layout pp4,dp16 --interleave 3 --global-batch 32", ["--interleave=3 needs a multiple of pp4 microbatches"]),
         ("--base nf4", ["--lora RANK is missing"]),
-        ("--gpu a100 --dtype fp8", ["which --gpu='a100-80gb' has not"]),
+        ("--gpu a100 --dtype fp8", ["which --gpu='a100-80gb' does not have"]),
         ("--gpu h1000", ["did you mean 'h100'", "any other: --flops and --gpu-memory"]),
-        ("--params 7B", ["--model and --params each say which model it is"]),
-        ("--width 100", ["--width is said by --model too"]),
+        ("--params 7B", ["--model and --params each set the model"]),
+        ("--width 100", ["--width is set by --model too"]),
         ("--zero 4 --dtype fp4", ["--zero='4' is not known", "--dtype='fp4' is not known"]),
     ],
 )  # fmt: skip
@@ -168,7 +168,9 @@ def test_a_loss_keeps_what_its_kind_does(loss: str, share: float) -> None:
 def test_software_is_a_kind_of_its_own() -> None:
     """An H200 has the H100's chip; both reach more with NVIDIA's kernels."""
     shares = {
-        (card, software): read_asked(f"--params 7B --gpus 8 --gpu {card} --software {software}".split()).job.gpu.shares
+        (card, software): read_question(
+            f"--params 7B --gpus 8 --gpu {card} --software {software}".split()
+        ).job.gpu.shares
         for card in ("h100", "h200")
         for software in ("torchtitan", "megatron", "mpt")
     }
@@ -197,7 +199,7 @@ def test_every_answer_has_a_band(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_group_over_nodes_has_all_cards_of_a_node() -> None:
     """ZeRO-3's gathers go over eight links of a node together; those of a group with one card a node over one."""
     line = "--model llama3-70b --gpus 64 --gpu h100 --link 1Gbit --latency 0us --node-latency 0us"
-    asked = read_asked(line.split()).job
+    asked = read_question(line.split()).job
     spread = step_parts(asked, Layout(1, 1, 64, 3))["data"] / sent(asked, Layout(1, 1, 64, 3))["data"]
     narrow = step_parts(asked, Layout(8, 1, 8, 3))["data"] / sent(asked, Layout(8, 1, 8, 3))["data"]
     assert narrow / spread == pytest.approx(8, rel=0.05)
@@ -246,10 +248,10 @@ def test_eight_bit_moments_are_two_bytes_and_none_are_none() -> None:
 
 
 def test_mfu_counts_no_operation_twice() -> None:
-    asked = read_asked([*LINE.split(), "--recompute", "full"]).job
+    asked = read_question([*LINE.split(), "--recompute", "full"]).job
     executed = executed_flops(asked.shape, asked.num_parameters, asked.seq, asked.step_tokens, "full")
     assert 1.25 < executed / model_flops(asked) < 1.4
-    mixtral = read_asked(["--model", "mixtral-8x7b", "--gpus", "8", "--gpu", "h100"]).job
+    mixtral = read_question(["--model", "mixtral-8x7b", "--gpus", "8", "--gpu", "h100"]).job
     shape, count, _ = named("mixtral-8x7b")
     per_token = model_flops(mixtral) / mixtral.step_tokens - 6 * 32 * 2048 * 4096
     assert per_token == pytest.approx(6 * (active(shape, count) - 32000 * 4096))
@@ -266,18 +268,18 @@ def test_what_is_hidden_is_told_beside_what_is_not(capsys: pytest.CaptureFixture
     assert found["messages_s"]["data"] > 20 * found["parts_s"]["data"] > 0
     assert main([*LINE.split(), "--layout", "tp8,dp8", "--zero", "3"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden ")]
-    assert "tensor" in line and ", 0% of it under compute; data" in line
+    assert "tensor" in line and ", 0% of it overlapped by compute; data" in line
 
 
 def test_no_part_is_less_than_nothing() -> None:
     for layout in (Layout(8, 2, 2, 1, 2), Layout(1, 1, 64, 3), Layout(2, 4, 8, 2), Layout(1, 64, 1, 0)):
-        asked = read_asked(LINE.split()).job
+        asked = read_question(LINE.split()).job
         assert all(part >= 0 and math.isfinite(part) for part in step_parts(asked, layout).values())
         assert all(each >= 0 for each in memory_by_class(asked, layout).values())
 
 
 def test_a_stage_of_zero_can_be_the_only_one_that_is_weighed() -> None:
-    asked = read_asked([*LINE.split(), "--zero", "1"])
+    asked = read_question([*LINE.split(), "--zero", "1"])
     assert list(asked.stages) == [1]
     with pytest.raises(ConfigError):
-        read_asked([*LINE.split(), "--zero", "one"])
+        read_question([*LINE.split(), "--zero", "one"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distlab.cli.plan import main, read_asked
+from distlab.cli.plan import main, read_question
 from distlab.lab.config import ConfigError
 from distlab.lab.report.reading import BrokenRecord
 from distlab.tools.plan.card import Attention, Card, Product, read_card
@@ -46,7 +46,7 @@ def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"card": CARD._asdict()}))
     assert read_card(path) == CARD
-    job, told, *_ = read_asked(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
+    job, told, *_ = read_question(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
     step_s = CARD.step_s(job.shape.layers, job.shape.width, job.seq, 8, job.shape.vocabulary)
     of_shape = replace(job, num_parameters=job.shape.body + job.shape.ends)
     computed_s = sum(compute_parts(of_shape, Layout(1, 1, 1, 0)).values())
@@ -73,4 +73,4 @@ def test_what_is_no_card_is_refused(tmp_path: Path, change: dict[str, Any] | Non
     with pytest.raises(BrokenRecord, match=words):
         read_card(path)
     with pytest.raises(ConfigError, match=r"is no card that benchmarks\.gpu has measured"):
-        read_asked(f"--params 7B --gpus 8 --gpu-memory 80GB --calibrate {path}".split())
+        read_question(f"--params 7B --gpus 8 --gpu-memory 80GB --calibrate {path}".split())

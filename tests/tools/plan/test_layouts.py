@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.cli.plan import read_asked
+from distlab.cli.plan import read_question
 from distlab.tools.plan import advice, costs
 from distlab.tools.plan.advice import SLACK, plan
 from distlab.tools.plan.job import Job
@@ -16,7 +16,7 @@ from distlab.tools.plan.step_time import compute_parts, data_s, link_of, sent, t
 
 
 def job(line: str) -> Job:
-    return read_asked(line.split()).job
+    return read_question(line.split()).job
 
 
 def every_layout(asked: Job, most: int = 1) -> Iterator[Layout]:
@@ -93,9 +93,9 @@ def test_no_stage_of_zero_shards_over_one_replica(gpus: int) -> None:
     assert len(left_out) == (15 if gpus == 1 else 10)
     if gpus > 1:
         assert {left_out[f"tp x zero{stage}"] for stage in (1, 2, 3)} == {
-            "t divides the 7 GPUs of a node and the 7 heads, ZeRO needs two replicas"
+            "t must divide the 7 GPUs of a node and the 7 heads, ZeRO needs two replicas"
         }
-        assert left_out["tp x pp x zero3"].endswith("t·p divides the 7 GPUs, and p is at most the 7 layers")
+        assert left_out["tp x pp x zero3"].endswith("t·p must divide the 7 GPUs, and p must be at most the 7 layers")
 
 
 def test_a_tensor_group_stays_in_one_node() -> None:
@@ -109,7 +109,7 @@ def test_a_tensor_group_stays_in_one_node() -> None:
     assert {layout.tensor for layout in layouts(alone, True, False, 0)} == {2, 4}
     assert link_of(alone, 4) == asked.node_link
     prime = job("--params 30B --gpus 24 --gpu-memory 80GB --gpus-per-node 6 --heads 7")
-    assert plan(prime).left_out["tp x dp"] == "t divides the 6 GPUs of a node and the 7 heads"
+    assert plan(prime).left_out["tp x dp"] == "t must divide the 6 GPUs of a node and the 7 heads"
 
 
 def test_a_pipeline_saves_zero3_no_bytes() -> None:
@@ -143,7 +143,7 @@ def test_llama_3_405b_can_be_asked_for() -> None:
     assert theirs in set(layouts(asked, True, True, 1))
     assert microbatches(asked, theirs) == 16
     assert layers(asked, theirs) == 8
-    assert plan(asked).left_out["dp"].startswith("the replicas share the batch of 2048 samples")
+    assert plan(asked).left_out["dp"].startswith("the replicas must share the batch of 2048 samples")
     fuller = compute_parts(asked, theirs)["products"] / compute_parts(asked, Layout(8, 1, 2048, 1))["products"]
     assert fuller == pytest.approx(8 * 16 / 126), "every rank waits for the stages of 8 layers"
 

@@ -11,7 +11,7 @@ from distlab.lab.report.records import Load, Placed, Profile, Ranks, Record, Sta
 from distlab.techniques.collectives.costs import FITTED, LATENCY, RATE
 from distlab.tools.plan.calibration import Measured, calibrate
 from distlab.tools.plan.job import Link
-from distlab.tools.plan.own_runs import known, planned, priced
+from distlab.tools.plan.own_runs import planned, planned_variants, priced
 from tests.lab.report.made_up import written
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,7 +47,7 @@ def fitted(*settings: tuple[str, object], world_size: int = 3) -> Ranks:
 
 
 def test_each_variant_has_its_layout() -> None:
-    found = known(run("mesh", {"dp": 3, "pp": 2, "tp": 2, "cp": 1}, LAB_MICROBATCHES=2), [MEASURED])
+    found = planned_variants(run("mesh", {"dp": 3, "pp": 2, "tp": 2, "cp": 1}, LAB_MICROBATCHES=2), [MEASURED])
     layouts = {name: layout.name for name, (_, _, layout) in found.items()}
     assert layouts["1f1b"] == layouts["sequence"] == "tp 2 x pp 2 x dp 3"
     assert layouts["interleaved"] == "tp 2 x pp 2 x dp 3 x 2 chunks"
@@ -56,18 +56,18 @@ def test_each_variant_has_its_layout() -> None:
     assert (job.samples, job.global_samples, job.num_parameters) == (2, BATCH, PARAMETERS)
     assert way.sequence
     assert job.sequence_parallel
-    assert not known(run("dp", {"dp": 5}), [MEASURED])  # which share no twelve samples
-    assert set(known(run("mesh", {"tp": 2}), [MEASURED])) == {"1f1b", "sequence"}  # ZeRO needs replicas
+    assert not planned_variants(run("dp", {"dp": 5}), [MEASURED])  # which share no twelve samples
+    assert set(planned_variants(run("mesh", {"tp": 2}), [MEASURED])) == {"1f1b", "sequence"}  # ZeRO needs replicas
 
 
 @pytest.mark.parametrize(
     "settings", [{"LAB_MODEL": "mlp"}, {"LAB_SLOW_RANK": "1:0.5"}, {"LAB_SLEEP_MS": 3.0}, {"LAB_DTYPE": "float16"}]
 )
 def test_what_trains_otherwise_is_not_known(settings: dict[str, object]) -> None:
-    assert known(run("dp", {"dp": 3}), [MEASURED])
-    assert not known(run("dp", {"dp": 3}, **settings), [MEASURED])
-    assert not known(run("moe", {"dp": 3}), [MEASURED])
-    assert not known(run("mesh", {"dp": 3, "cp": 2}), [MEASURED])
+    assert planned_variants(run("dp", {"dp": 3}), [MEASURED])
+    assert not planned_variants(run("dp", {"dp": 3}, **settings), [MEASURED])
+    assert not planned_variants(run("moe", {"dp": 3}), [MEASURED])
+    assert not planned_variants(run("mesh", {"dp": 3, "cp": 2}), [MEASURED])
 
 
 def test_nothing_is_hidden_where_ranks_fill_their_cores() -> None:
@@ -111,9 +111,9 @@ def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
     flops = 6 * (PARAMETERS - embedded) + 7 * SEQ * WIDTH * DEPTH
     assert crowded.flops == pytest.approx(flops * BATCH * SEQ / 3 / 0.2)
     assert crowded.crowded
-    assert "no message is hidden" in crowded.told
+    assert "no message is hidden" in crowded.source
     assert not calibrate(written(tmp_path / "free", run("dp", {"dp": 3}, load(2), *profiles))).crowded
-    with pytest.raises(BrokenRecord, match="a dp or fsdp run of LAB_MODEL=gpt for FLOP/s"):
+    with pytest.raises(BrokenRecord, match="of dp or fsdp with LAB_MODEL=gpt for FLOP/s"):
         calibrate(written(tmp_path / "mlp", run("dp", {"dp": 3}, load(2), *profiles, LAB_MODEL="mlp")))
 
 
@@ -147,7 +147,7 @@ def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None
     none = planned(folder, records)
     assert none is not None
     assert not none.costs
-    assert "RUN_MODE=comm WORLD_SIZE=3" in none.told[0]
+    assert "RUN_MODE=comm WORLD_SIZE=3" in none.sources[0]
 
     written(tmp_path / "other-ranks", fitted(world_size=2))
     written(tmp_path / "slower", fitted(("LAB_NET_RATE", "10mbit")))
@@ -159,15 +159,15 @@ def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None
     found = planned(folder, records)
     assert found is not None
     assert set(found.costs) == {"megatron", "sequence"}
-    assert [sentence for sentence in found.told if "from comm (gloo)" in sentence]
+    assert [sentence for sentence in found.sources if "from comm (gloo)" in sentence]
 
 
 def test_a_run_without_steps_says_why_and_an_unknown_mode_nothing(tmp_path: Path) -> None:
     untimed = planned(tmp_path, run("dp", {"dp": 3}))
     assert untimed is not None
     assert not untimed.costs
-    assert "no step was timed" in untimed.told[0]
+    assert "no step was timed" in untimed.sources[0]
     slowed = planned(tmp_path, run("dp", {"dp": 3}, LAB_SLOW_RANK="1:0.5"))
     assert slowed is not None
-    assert "at its own pace" in slowed.told[0]
+    assert "without added delays" in slowed.sources[0]
     assert planned(tmp_path, run("moe", {"dp": 3})) is None

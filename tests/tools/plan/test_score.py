@@ -18,7 +18,7 @@ from distlab.tools.plan import gpu
 from distlab.tools.plan.costs import cost
 from distlab.tools.plan.gpu import Shares, shares_of, tables
 from distlab.tools.plan.model import named
-from distlab.tools.plan.rows import Row, asked, published, read_rows
+from distlab.tools.plan.rows import Row, job_and_layout, published, read_rows
 from distlab.tools.plan.score import MEMORY_NEAR, NEAR, Compared, bands, compared, groups, inside, known_errors
 
 GIVEN = {
@@ -67,7 +67,7 @@ def test_what_is_left_out_of_the_model_is_seen_in_the_error(old: dict[str, Any],
     ]
     assert rows
     for row in rows:
-        job, layout = asked(row)
+        job, layout = job_and_layout(row)
         fields = {name: value for name, value in new.items() if name != "chunks"}
         changed = cost(replace(job, **fields), replace(layout, chunks=new.get("chunks", layout.chunks))).step_s
         assert abs(changed / cost(job, layout).step_s - 1) > 0.005, row.name
@@ -84,7 +84,10 @@ def test_a_source_is_predicted_without_its_own_rows() -> None:
         if kind in tables()["fitted"] and row in of_source:
             left = without[row.publication].get(kind, tables()["fitted"][kind])
             assert left is None or row.publication not in left["sources"] or left == tables()["fitted"][kind]
-    assert asked(published()[0], published()[0].publication)[0].gpu.shares != asked(published()[0])[0].gpu.shares
+    assert (
+        job_and_layout(published()[0], published()[0].publication)[0].gpu.shares
+        != job_and_layout(published()[0])[0].gpu.shares
+    )
     assert shares_of("H100", "mpt", "mosaicml/llm-foundry") == shares_of("H100", "", "mosaicml/llm-foundry")
 
 
@@ -106,7 +109,7 @@ def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plan_fit, "PULL", 1e-6)
     made = []
     for row in [row for row in published() if row.software == "megatron" and row.gpu == "a100-80gb" and row.step_s]:
-        job, layout = asked(row)
+        job, layout = job_and_layout(row)
         job = replace(job, gpu=replace(job.gpu, shares=Shares(0.6, 0.2, 0.8, 0.85, 0.6)))
         made.append(msgspec.structs.replace(row, step_s=cost(job, layout).step_s))
     assert plan_fit.fitted_shares(made) == Shares(0.6, 0.2, 0.8, 0.85, 0.6)
