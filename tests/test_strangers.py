@@ -160,14 +160,14 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("errand", ["check", "prove"])
-def test_a_check_under_attack_has_the_same_findings(errand: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command_name", ["check", "prove"])
+def test_a_check_under_attack_has_the_same_findings(command_name: str, tmp_path: Path) -> None:
     script = TOP / "tests" / "tools" / "prove" / "files" / "right_ddp.py"
-    if errand == "check":
+    if command_name == "check":
         script = tmp_path / "script.py"
         script.write_text(SCRIPT)
     settings = {name: SETTINGS[name] for name in ("WORLD_SIZE", "LAB_RUN_ID")}
-    command = [sys.executable, "-m", "workers", errand, str(script)]
+    command = [sys.executable, "-m", "workers", command_name, str(script)]
     code, output, stranger = attacked(command, tmp_path, **settings)
     assert code == 0 and "Traceback" not in output, output
     assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"

@@ -169,7 +169,7 @@ def comparisons(runs: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("record") == "comparison"]
 
 
-# --- the doctor and the proof ---
+# --- check and prove ---
 
 
 def command(

@@ -55,7 +55,7 @@ def test_a_bug_is_explained_with_the_check_that_catches_it(
     assert "The check that catches it: replicas." in out
     removed, added = (line for line in out.splitlines() if line.startswith(("-  ", "+  ")))
     assert "dist.broadcast(" in removed
-    assert added.strip().startswith("+            pass  # ranks that begin apart")
+    assert added.strip().startswith("+            pass  # unequal replicas would stay unequal")
 
 
 def test_invalid_settings_are_refused_as_in_a_run(
@@ -81,4 +81,4 @@ def test_explain_needs_no_slow_link(
     assert distlab.cli.run.main() == 2
     variant, unshaped = capsys.readouterr().out.splitlines()
     assert "LAB_VARIANT='rign' is not a variant" in variant
-    assert "LAB_NET_RATE=100mbit and this rank's link was not shaped" in unshaped
+    assert "LAB_NET_RATE=100mbit: this rank's link was not shaped" in unshaped
