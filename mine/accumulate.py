@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 EPOCHS = 2
-BATCH = 32  # samples of one rank in a step
-MICROBATCHES = 4  # of which each batch is made
+BATCH = 32  # samples per rank and step
+MICROBATCHES = 4  # per batch
 
 
 def start():
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group; return this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -29,7 +29,7 @@ def start():
 
 
 def make_data():
-    """Points and their sums, with some noise: the same on every rank."""
+    """Return points and their sums, with some noise: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 8, generator=generator)
     noise = 0.1 * torch.randn(512, 1, generator=generator)
@@ -48,7 +48,7 @@ def train(device):
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        total = torch.zeros(2, device=device)  # the sum of the losses, and of how many steps
+        total = torch.zeros(2, device=device)  # sum of the losses, number of steps
         for inputs, targets in loader:
             parts = list(zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True))
             optimizer.zero_grad()

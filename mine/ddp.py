@@ -1,4 +1,4 @@
-"""Data parallel training: DistributedDataParallel averages the gradients, and a DistributedSampler deals out the data.
+"""Data parallel training: DistributedDataParallel averages the gradients, and a DistributedSampler splits the data.
 
 torchrun --standalone --nproc-per-node 2 mine/ddp.py
 """
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 EPOCHS = 2
-BATCH = 32  # samples of one rank in a step
+BATCH = 32  # samples per rank and step
 
 
 def start():
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group; return this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -27,7 +27,7 @@ def start():
 
 
 def make_data():
-    """Points and their sums, with some noise: the same on every rank."""
+    """Return points and their sums, with some noise: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 8, generator=generator)
     noise = 0.1 * torch.randn(512, 1, generator=generator)
@@ -45,8 +45,8 @@ def train(device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
-        total = torch.zeros(2, device=device)  # the sum of the losses, and of how many samples
+        sampler.set_epoch(epoch)  # otherwise every epoch has the order of the first
+        total = torch.zeros(2, device=device)  # sum of the losses, number of samples
         for inputs, targets in loader:
             inputs, targets = inputs.to(device), targets.to(device)
             optimizer.zero_grad()

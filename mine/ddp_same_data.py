@@ -1,5 +1,5 @@
 """Wrong: shuffle=True without a DistributedSampler. All ranks have one seed, hence one order, and train on the same
-batches: N ranks cost N times as much as one, and compute what one does.
+batches: N ranks cost N times as much as one, and compute the same as one.
 
 torchrun --standalone --nproc-per-node 2 mine/ddp_same_data.py
 """
@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 2
-BATCH = 32  # samples of one rank in a step
+BATCH = 32  # samples per rank and step
 
 
 def start():
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group; return this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -27,7 +27,7 @@ def start():
 
 
 def make_data():
-    """Points and their sums, with some noise: the same on every rank."""
+    """Return points and their sums, with some noise: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 8, generator=generator)
     noise = 0.1 * torch.randn(512, 1, generator=generator)
@@ -44,7 +44,7 @@ def train(device):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     for epoch in range(EPOCHS):
-        total = torch.zeros(2, device=device)  # the sum of the losses, and of how many samples
+        total = torch.zeros(2, device=device)  # sum of the losses, number of samples
         for inputs, targets in loader:
             inputs, targets = inputs.to(device), targets.to(device)
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A model, a loss and a training step of one's own: three names that the lab takes from a file.
+"""A model, a loss and a training step of your own: three names that the lab reads from a file.
 
 distlab prove mine/own.py                                                    are N ranks one process?
 RUN_MODE=fsdp LAB_MODEL=mine/own.py:model make run                           the model in a mode
@@ -43,7 +43,7 @@ def loss(model, inputs, targets):
 
 
 def train_step(model, optimizer, microbatches, group):
-    """All gradients in one message: small models wait for latency, not for bandwidth."""
+    """All gradients in one message: for small models latency counts, not bandwidth."""
     optimizer.zero_grad()
     total = 0.0
     for inputs, targets, share in microbatches:

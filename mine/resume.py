@@ -1,4 +1,4 @@
-"""Checkpoint and resume: rank 0 writes the model, the optimizer and the position, and all ranks go on from there.
+"""Checkpoint and resume: rank 0 writes the model, the optimizer and the position, and all ranks resume from there.
 
 torchrun --standalone --nproc-per-node 2 mine/resume.py --checkpoint /tmp/resume.pt --epochs 1
 torchrun --standalone --nproc-per-node 2 mine/resume.py --checkpoint /tmp/resume.pt --epochs 2
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-BATCH = 32  # samples of one rank in a step
+BATCH = 32  # samples per rank and step
 SAVE_EVERY = 3  # steps, and at the end of each epoch
 
 
@@ -35,7 +35,7 @@ def make_data():
 
 
 def save(path, model, optimizer, epoch, step):
-    """Rank 0 writes and the others wait. Whenever it is killed, a whole checkpoint is there."""
+    """Rank 0 writes and the others wait. A complete checkpoint exists even if it is killed while writing."""
     if dist.get_rank() == 0:
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
         torch.save(state, f"{path}.tmp")

@@ -1,4 +1,4 @@
-"""Wrong: the barrier after a save stands under `if rank == 0`. Rank 0 waits in it, and the others in the next step's
+"""Wrong: the barrier after a save is under `if rank == 0`. Rank 0 waits in it, and the others in the next step's
 all_reduce: at the first checkpoint all hang, on gloo until its time-out, half an hour later.
 
 torchrun --standalone --nproc-per-node 2 mine/resume_rank_0.py
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-BATCH = 32  # samples of one rank in a step
+BATCH = 32  # samples per rank and step
 SAVE_EVERY = 3  # steps, and at the end of each epoch
 
 
@@ -35,12 +35,12 @@ def make_data():
 
 
 def save(path, model, optimizer, epoch, step):
-    """Rank 0 writes. Whenever it is killed, a whole checkpoint is there."""
+    """Rank 0 writes. A complete checkpoint exists even if it is killed while writing."""
     if dist.get_rank() == 0:
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}
         torch.save(state, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
-        dist.barrier()  # wrong: a call of all ranks, made by one
+        dist.barrier()  # wrong: all ranks must call it, and only one does
 
 
 def train(device, checkpoint, epochs):

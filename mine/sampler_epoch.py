@@ -1,5 +1,5 @@
 """Wrong: no sampler.set_epoch(epoch). A DistributedSampler shuffles by its seed and the epoch, so every epoch has the
-order, and the batches, of the first: nothing fails, and what a new order each epoch is good for is lost.
+order, and the batches, of the first: nothing fails, but the benefit of a new order each epoch is lost.
 
 torchrun --standalone --nproc-per-node 2 mine/sampler_epoch.py
 """
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 EPOCHS = 2
-BATCH = 32  # samples of one rank in a step
+BATCH = 32  # samples per rank and step
 
 
 def start():
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group; return this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -28,7 +28,7 @@ def start():
 
 
 def make_data():
-    """Points and their sums, with some noise: the same on every rank."""
+    """Return points and their sums, with some noise: the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 8, generator=generator)
     noise = 0.1 * torch.randn(512, 1, generator=generator)
@@ -47,7 +47,7 @@ def train(device):
 
     for epoch in range(EPOCHS):
         # wrong: sampler.set_epoch(epoch) is missing
-        total = torch.zeros(2, device=device)  # the sum of the losses, and of how many samples
+        total = torch.zeros(2, device=device)  # sum of the losses, number of samples
         for inputs, targets in loader:
             inputs, targets = inputs.to(device), targets.to(device)
             optimizer.zero_grad()
