@@ -76,7 +76,7 @@ SIZES = {  # statements and files, at most
     "experiments": (7_964, 89),
     "workers": (6, 2),
     "engines": (57, 1),
-    "tests": (30_860, 535),
+    "tests": (30_871, 535),
     "benchmarks": (2_419, 37),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 6, 3, 650

@@ -240,7 +240,7 @@ def stored_experts(config: Config, rules: Mixing, rank: int) -> str:
     """Describe the experts of a rank in `ep`, for its own log."""
     mine = placements(config, rules)["ep"].experts_of(rank)
     which = ", ".join(map(str, mine)) or "none"
-    return f"with ep {len(mine)} of {rules.num_experts} experts per layer: {which}"
+    return f"with ep, {len(mine)} of {rules.num_experts} experts per layer: {which}"
 
 
 def note_tokens(lab: Lab, last: Mapping[str, tuple[Sequence[Routed], range]]) -> None:

@@ -212,7 +212,7 @@ def stored_layers(config: Config, rank: int) -> str:
     """Return the layers of a rank's stage, for its log."""
     num_layers = len(outline(config).layers)
     run = runs_of(config.model, num_layers, config.world_size)[rank]
-    return f"with one stage per rank {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
+    return f"with one stage per rank, {len(run)} of {num_layers} layers: {', '.join(map(str, run))}"
 
 
 def ours(name: str, sentence: str) -> Variant:
