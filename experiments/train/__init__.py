@@ -184,7 +184,7 @@ mistake = Mistakes()
 
 @mistake("no_set_epoch", check="reshuffled", part="begin_epoch", needs=Needs(ranks=1, proof=False))
 def epoch_not_set(sampler: Any, epoch: int) -> None:
-    """`set_epoch` is never called: every epoch has the same shards in the same order."""
+    """set_epoch is never called: every epoch has the same shards in the same order."""
 
 
 @mistake("no_sampler", check="shards", part="sampler_of", needs=Needs(proof=False))
