@@ -2,23 +2,23 @@
 .DEFAULT_GOAL := help
 .PHONY: help run quick fit explain plan test test-all frameworks coverage lint docs lock bench gpu engines build down clean
 
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{printf "make %-10s %s\n", $$1, $$2}'
 	@echo "modes (RUN_MODE): $$(find experiments -mindepth 1 -maxdepth 1 -name '[a-z]*' | sed 's:.*/::; s:\.py$$::' | sort | tr '\n' ' ')"
 
 run: ## start WORLD_SIZE ranks of RUN_MODE, in containers if a Docker engine answers
 	@DISTLAB_STARTED_BY="make run" ./run || { code=$$?; echo "exit code $$code" >&2; exit $$code; }
 
-quick: ## the same with a small model and 5 steps, in about 20 s once all is installed
+quick: ## the same with a small model and 5 steps, about 20 s after the installation
 	@LAB_WIDTH="$${LAB_WIDTH:-32}" LAB_DEPTH="$${LAB_DEPTH:-4}" LAB_STEPS="$${LAB_STEPS:-5}" $(MAKE) --no-print-directory run
 
-fit: ## a model that dp cannot hold and fsdp can, within the same limit of memory
+fit: ## train a model that does not fit in a rank's memory with dp, but does with fsdp
 	@./compose/fit.sh
 
-explain: ## the lesson of RUN_MODE without the run; with LAB_BUG what breaks, and which check sees it
+explain: ## print the lesson of RUN_MODE without a run; with LAB_BUG what breaks, and which check fails
 	@./run explain
 
-plan: ## every strategy on paper, and which to take: make plan PLAN="--params 7B --gpus 64 --gpu-memory 80GB"
+plan: ## compare all strategies on paper, and recommend one: make plan PLAN="--params 7B --gpus 64 --gpu-memory 80GB"
 	@./run plan $(PLAN)
 
 # Containers come after all else: the kernel gives all of them together the share of one process, so beside a pool of
@@ -31,29 +31,29 @@ POOL = tests/experiments tests/techniques tests/lab/checkpoint tests/lab/measure
 	tests/test_coverage_runs.py
 QUICK = and not slow
 
-test: ## every claim once; container tests where an engine answers
+test: ## test every claim once, in containers too if a Docker engine answers
 	./install dev
 	{ ! docker info || docker compose build --quiet; } >/dev/null 2>&1 & \
 	code=0; $(TESTS) -n 4 -m "not compose $(QUICK)" $(POOL:%=--ignore=%) || code=$$?; \
 	$(TESTS) -n 3 -m "not compose $(QUICK)" $(POOL) || code=$$?; wait; \
 	$(TESTS) -n 2 -m "compose $(QUICK)" || code=$$?; exit $$code
 
-test-all: ## the same, and what is slow: faults in containers and in real time, every documented command
+test-all: ## the same, and the slow tests: faults in containers, and every documented command
 	./install docs
 	$(MAKE) --no-print-directory test QUICK=
 
-frameworks: ## accelerate, Trainer, Lightning and torchdata under check, prove and drill, in an environment of their own
+frameworks: ## test check, prove and drill with accelerate, Trainer, Lightning and torchdata, in .venv-frameworks
 	./install frameworks
 	.venv-frameworks/bin/python -m pytest -n 2 --dist loadgroup tests/frameworks
 
-coverage: ## the same with the lines that no test runs, in every process; a third longer
+coverage: ## run the tests, and list the lines of every process that no test runs; takes a third longer
 	./install dev
 	.venv/bin/coverage erase
 	.venv/bin/coverage run -m pytest -n 2 --dist loadgroup
 	.venv/bin/coverage combine --quiet
 	.venv/bin/coverage report
 
-lint: ## every linter; changes nothing
+lint: ## run every linter; changes nothing
 	./install dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -63,33 +63,33 @@ lint: ## every linter; changes nothing
 	.venv/bin/yamllint --strict .
 	@if command -v actionlint; then actionlint; else echo "actionlint is not installed: .github/workflows is checked in the public CI alone"; fi
 
-docs: ## the site, without a network once it is installed: build/site/html
+docs: ## build the site in build/site/html; needs no network after the installation
 	./install docs
 	.venv-docs/bin/python docs/site/build.py
 
-lock: ## compose/requirements.lock anew: what the image installs but torch, each file by its hash
+lock: ## write compose/requirements.lock again: the image's packages except torch, with their hashes
 	./install dev
 	printf 'torch; sys_platform == "none"\n' >.venv/without-torch
 	.venv/bin/uv pip compile pyproject.toml --group image --override .venv/without-torch --constraints constraints.txt \
 		--no-emit-package torch --python-version 3.11 --universal --generate-hashes --no-annotate --quiet \
 		--custom-compile-command "make lock" --output-file compose/requirements.lock
 
-bench: ## ratios against PyTorch's own, beside their targets
+bench: ## measure the time of each strategy relative to PyTorch's own, with targets
 	./install dev
 	.venv/bin/python -m benchmarks
 
-gpu: ## on one GPU: every mode, peaks of memory, steps and what they cost, scripts, failures; in 5 minutes, into runs/gpu
+gpu: ## run every mode on one GPU, and measure memory, steps and failures: 5 minutes, results in runs/gpu
 	python3 -m benchmarks.gpu
 
-engines: ## ranks under torchrun's agents and Slurm, on machines made of this one; ranks and nodes are killed; needs root
+engines: ## test torchrun's agents and Slurm on simulated nodes, with killed ranks and nodes; needs root
 	./install dev
 	.venv/bin/python -m benchmarks.engines
 
-build: ## the image
+build: ## build the image
 	docker compose build
 
 down: ## remove the containers of a run
 	WORLD_SIZE=8 docker compose down --remove-orphans
 
-clean: ## ask, and remove the runs in runs/ that are older than 7 days
+clean: ## remove the runs in runs/ that are older than 7 days, after asking
 	@./run report --clean 7

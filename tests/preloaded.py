@@ -1,5 +1,5 @@
 """What every rank of the tests' pools, and every program of tests/warm.py, has imported before it is forked: 5 s of a core once,
-not once a rank.
+not once per rank.
 
 torch imports its compiler with the first optimizer or DDP, 2.5 s of a core in each rank that makes one. The modules of
 `check` and `prove` take 0.3 s, a third of all that a check of a small script does.

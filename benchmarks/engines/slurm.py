@@ -54,7 +54,7 @@ def drills(folder: Path) -> list[Drill]:
     with Nodes(NODES, folder) as nodes, cluster(nodes, folder):
         return [
             timed("slurm: srun of dp on three nodes", three_nodes, nodes, folder),
-            timed("slurm: srun of fsdp, two ranks a node", six_ranks, nodes, folder),
+            timed("slurm: srun of fsdp, two ranks per node", six_ranks, nodes, folder),
             timed("slurm: a rank is killed under srun", rank_killed, nodes, folder),
             timed("slurm: a node dies under sbatch", node_killed, nodes, folder),
         ]

@@ -150,7 +150,7 @@ SWITCHES = (
     ("overlap-ep", "tokens travel to experts and back during another microbatch's compute"),
     ("balanced", "the stages with embedding and output layer have fewer layers"),
     ("offload", "the optimizer's state in the host's memory; with ZeRO-3 weights and gradients too"),
-    ("no-sync", "ZeRO-3 sums gradients once a step: weights and gradients stay whole from microbatch to microbatch"),
+    ("no-sync", "ZeRO-3 sums gradients once per step: weights and gradients stay whole from microbatch to microbatch"),
     ("step-in-backward", "the optimizer steps a layer as soon as its gradients are there, which are then dropped"),
     ("see", "also print a command that runs the recommended layout in this lab"),
     ("json", "print everything as JSON"),

@@ -25,7 +25,7 @@ BEGIN = (
     "  # Written by `python -m distlab.lab.config.variables --write`; a variable without a value is passed on if,"
     " and only if, the shell has it."
 )
-END = "  # End of what is written."
+END = "  # End of the generated part."
 # A service sets these itself, LOCAL_RANK is torchrun's, the folder in LAB_RUNS_DIR is mounted at runs/, and
 # LAB_KEY_FILE as a secret.
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "LAB_RUNS_DIR", "LAB_KEY_FILE")

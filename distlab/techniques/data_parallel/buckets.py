@@ -77,7 +77,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The gradients of `parameters`, summed over `group` once a step.
+    """The gradients of `parameters`, summed over `group` once per step.
 
         buckets.zero()
         for microbatch in microbatches:

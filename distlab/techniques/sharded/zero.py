@@ -1,6 +1,6 @@
 """ZeRO: data parallelism in which no rank keeps what another keeps too (Rajbhandari et al. 2020, sections 5 and 7).
 
-A step of Adam in float32 needs 16 bytes a parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and
+A step of Adam in float32 needs 16 bytes per parameter: 4 the weight, 4 the gradient, 8 the optimizer's two moments; and
 in plain data parallelism every rank holds them all. Each stage gives up one more copy, layer by layer, in flat units
 (flat_parameter.py):
 

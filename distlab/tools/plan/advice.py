@@ -118,11 +118,12 @@ def loses(each: Cost, pick: Cost | None, job: Job) -> str:
         return ""
     more = {name: each.parts[name] - pick.parts[name] for name in each.parts}
     worst = max(more, key=lambda name: more[name])
-    waits = f"{'waits for ' if worst in EXPOSED else ''}{worst}"
+    more_s = three_digits(more[worst])
     ratio = each.step_s / pick.step_s - 1
     if ratio < NOTABLE:
         return f"{-ratio:.0%} faster, but changes the model more" if ratio <= -NOTABLE else "as fast, but less simple"
-    return f"{ratio:.0%} slower: {three_digits(more[worst])} s more of {waits}"
+    why = f"{more_s} s more waiting for {worst} messages" if worst in EXPOSED else f"{more_s} s more {worst}"
+    return f"{ratio:.0%} slower: {why}"
 
 
 # Remedies: less memory per rank, more GPUs, the host's memory, larger GPUs, another training.

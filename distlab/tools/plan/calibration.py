@@ -136,7 +136,7 @@ def reached(folder: Path, records: Ranks, start: Start) -> Measured | None:
     recompute = "full" if config.get("LAB_RECOMPUTE") else "none"
     name = min(usable, key=lambda each: usable[each])
     flops = executed_flops(shape, lab_parameters(shape, positions), positions, tokens, recompute) / usable[name]
-    source = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s a rank"
+    source = f"compute from {folder} ({name}): {flops / 1e9:.3g} GFLOP/s per rank"
     crowded = fills_cores(records, int(config.get("LAB_THREADS") or 1))
     source += "; ranks fill all cores, so that no message is hidden" if crowded else ""
     return Measured(None, flops, source, crowded=crowded)

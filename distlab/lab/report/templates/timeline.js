@@ -94,7 +94,7 @@ for (const figure of document.querySelectorAll('.picture')) {
   slider.addEventListener('input', () => { if (playing) stop(); show(+slider.value); report(); });
 
   // --- the figure elsewhere: as a trace for Perfetto ---
-  function trace() {  // the format of chrome://tracing: a process a variant, a thread a rank, microseconds
+  function trace() {  // the format of chrome://tracing: a process per variant, a thread per rank, microseconds
     const events = [];
     all('svg.panel[data-v]').forEach((panel, pid) => {
       events.push({ph: 'M', pid, name: 'process_name', args: {name: panel.dataset.v}});
