@@ -187,7 +187,7 @@ def test_a_run_and_its_report_in_an_empty_folder(installed: Installed, tmp_path:
     page.unlink()
     assert "PASS" in ended_well([installed.command, "report", "runs/latest"], tmp_path)
     assert page.is_file()
-    assert "no run     in runs/" in ended_well([installed.command, "report", "--clean", "30"], tmp_path)
+    assert "clean      no run in runs/" in ended_well([installed.command, "report", "--clean", "30"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 

@@ -220,7 +220,7 @@ def test_a_proof_in_a_cell_fails_and_passes(notebook: Notebook) -> None:
     )
     assert notebook.lines(right) == []
     text = notebook.failure(notebook.cell(right.replace("manual_seed(seed)", "manual_seed(seed + rank)")))
-    assert "model(1) gives other numbers on ranks 1 and 2 than on rank 0" in text
+    assert "model(1) differs on ranks 1 and 2 from rank 0" in text
 
 
 def test_ranks_end_with_the_process_that_owns_them(tmp_path: Path) -> None:

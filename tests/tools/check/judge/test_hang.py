@@ -34,7 +34,7 @@ def test_a_barrier_under_rank_0_is_a_hang(world_size: int, tmp_path: Path) -> No
     assert HANG not in passed and "until the run was ended" in passed
     assert checked.output.splitlines()[-3].endswith("calls do not match, ranks hang")
     source = (MINE / "resume_rank_0.py").read_text().splitlines()
-    for code in ("dist.barrier()  # wrong: a call of all ranks, made by one", "loss.backward()"):
+    for code in ("dist.barrier()  # wrong: all ranks must call it, and only one does", "loss.backward()"):
         number = next(number for number, line in enumerate(source, 1) if line.strip() == code)
         where = (
             rf"where rank \d resume_rank_0.py:{number}\b(?:(?!where).)*code {re.escape(' '.join(code.split())[:36])}"
