@@ -92,8 +92,8 @@ def test_an_exported_file_has_the_dense_weights(
     assert checkpoint.main(["export", source, str(out), "--variant", "zero9"]) == 2
     assert checkpoint.main(["export", str(tmp_path / "absent"), str(out)]) == 2
     assert checkpoint.main(["export", source, str(tmp_path / "no" / "out.pt")]) == 2
-    assert "holds zero3, and not zero9" in (errors := capsys.readouterr().err)
-    assert "absent holds no checkpoint" in errors and "cannot be written: No such file or directory" in errors
+    assert "has zero3, and not zero9" in (errors := capsys.readouterr().err)
+    assert "absent has no checkpoint" in errors and "cannot be written: No such file or directory" in errors
     assert run["checkpoints"][0]["bytes"] > 0
 
 

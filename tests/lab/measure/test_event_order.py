@@ -1,6 +1,7 @@
 """The order of events in a step: passes, layers, gradients and memory. tests/experiments has tests of calls."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -106,10 +107,9 @@ def test_each_call_has_its_ranks_its_bytes_and_its_end(ranks: Ranks) -> None:
 
 def awaited_over_tcp(group: dist.ProcessGroup) -> tuple[float, float]:
     """Return the recorded seconds of an all_reduce over plain TCP, and those until its wait has returned."""
-    if not hasattr(dist.Backend, "TCP"):
-        TcpBackend("127.0.0.1", b"the key").register()
-    ranks = dist.get_process_group_ranks(group)
-    over_tcp = dist.new_group(ranks, backend="tcp", use_local_synchronization=True)
+    TcpBackend("127.0.0.1", b"the key").register()  # in place of an earlier test's, with a key that other ranks lack
+    ranks, bound = dist.get_process_group_ranks(group), timedelta(seconds=20)
+    over_tcp = dist.new_group(ranks, bound, "tcp")
     messages = Messages()
     with messages.recorded():
         began = time.perf_counter()
