@@ -51,7 +51,7 @@ def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Co
 def test_a_slow_link_without_the_overlay_is_refused_with_the_command(cluster: Containers) -> None:
     done = cluster.alone("worker0", WORLD_SIZE="2", **SLOW)
     assert done.returncode == 2, done.stdout
-    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms and this rank's link was not shaped" in done.stdout
+    assert "LAB_NET_RATE=100mbit and LAB_NET_DELAY=5ms: this rank's link was not shaped" in done.stdout
     assert "docker compose -f docker-compose.yaml -f compose/net.yaml up" in done.stdout
     assert "Traceback" not in done.stdout
     assert list(cluster.runs.iterdir()) == []
