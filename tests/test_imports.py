@@ -231,7 +231,7 @@ def test_a_short_file_with_one_importer_is_found() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_import_goes_to_a_higher_floor(module: str) -> None:
+def test_no_import_goes_to_a_higher_layer(module: str) -> None:
     assert climbing(module, MODULES[module]) == []
 
 
@@ -239,7 +239,7 @@ def test_the_import_graph_of_files_has_no_cycle() -> None:
     assert circles(graph(MODULES)) == []
 
 
-def test_the_import_graph_of_floors_has_no_cycle() -> None:
+def test_the_import_graph_of_layers_has_no_cycle() -> None:
     places = {place: {floor_of(to) or to for to in allowed} - {place} for place, allowed in FLOORS.items()}
     assert circles(places) == []
 
@@ -281,7 +281,7 @@ def test_only_listed_modules_import_by_a_computed_name() -> None:
         ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports
     ],
 )
-def test_an_import_to_a_higher_floor_is_found(module: str, source: str) -> None:
+def test_an_import_to_a_higher_layer_is_found(module: str, source: str) -> None:
     assert climbing(module, source)
 
 

@@ -39,7 +39,7 @@ def numbers(tensor: Tensor | None) -> list[float]:
     return [float(value) for value in tensor.flatten()]
 
 
-def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
+def test_exercise_2_the_learning_rate_grows_with_the_batch() -> None:
     """Four times the batch: four times the rate (linear) or twice (square root); warmup starts at the base rate, not
     near zero."""
     groups = [{"lr": 0.1}, {"lr": 0.02}]
@@ -79,7 +79,7 @@ def test_first_lesson_gradients_of_a_point() -> None:
     assert [numbers(weight.grad) for weight in line.parameters()] == [[2 * -2 * 0.5 + 2 * -1 * 1.0], [2 * -2 + 2 * -1]]
 
 
-def test_first_lesson_a_mean_of_means_weighs_a_shard_of_6_by_a_third_more_than_one_of_8() -> None:
+def test_first_lesson_a_mean_of_means_overweighs_small_shards() -> None:
     sizes = shard_sizes(32, 4, uneven=True)
     assert sizes[:2] == [8, 6]
     of_means = [1 / (size * len(sizes)) for size in sizes]  # as LAB_BUG=means_of_shards shares it out
@@ -87,11 +87,11 @@ def test_first_lesson_a_mean_of_means_weighs_a_shard_of_6_by_a_third_more_than_o
     assert sum(share * size for share, size in zip(of_means, sizes, strict=True)) == 1
 
 
-def test_first_lesson_a_ring_of_four_takes_3_rounds_and_3() -> None:
+def test_first_lesson_a_ring_of_four_takes_6_rounds() -> None:
     assert all_reduce_rounds("ring", 4) == 3 + 3  # who sends which chunk: test_comm.py::test_the_rings_rounds
 
 
-def test_second_lessons_rule_of_memory_forgets_half() -> None:
+def test_second_lesson_the_memory_rule_forgets_half() -> None:
     """7 billion parameters in 16 bits are 14 GB, four times that 56 GB; Adam in mixed precision needs 16 bytes per
     parameter."""
     weights = MIXED_PRECISION["weights"] * 7e9
@@ -136,7 +136,7 @@ def test_classic_bug(mode: str, bug: str, check: str) -> None:
     assert load(mode).mistakes[bug].check == check
 
 
-def test_classic_bug_fork_bomb_a_rank_that_imports_the_program_starts_none() -> None:
+def test_classic_bug_fork_bomb_is_prevented() -> None:
     """Spawned processes import the main module again; the guard stops them from starting their own ranks."""
     program = "import distlab.cli.run, multiprocessing; print(multiprocessing.active_children())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -23,7 +23,7 @@ def test_every_file_of_every_version_has_a_hash() -> None:
     assert "://" not in LOCK, "no host of anybody's index"
 
 
-def test_the_versions_are_those_of_every_check() -> None:
+def test_the_versions_equal_the_constraints() -> None:
     checked = pinned((TOP / "constraints.txt").read_text())
     other = {name: version for name, version in pinned(LOCK).items() if checked.get(name, version) != version}
     assert other == {}

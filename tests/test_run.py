@@ -117,7 +117,7 @@ def test_the_ranks_are_local_processes(checkout: Path, variables: dict[str, str]
     assert done.returncode == code
 
 
-def test_other_commands_run_there_too(checkout: Path) -> None:
+def test_other_commands_run_locally(checkout: Path) -> None:
     assert run(checkout, "dp", "LAB_STEPS=2").returncode == 0
     assert "PASS" in run(checkout, "report", "runs/latest").stdout
     assert "The gradient of a mean" in run(checkout, "explain", "dp", RUN_MODE="tp").stdout
@@ -238,7 +238,7 @@ def test_known_names_need_no_container_to_check(checkout: Path) -> None:
     assert not (checkout / "made").exists()
 
 
-def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
+def test_fewer_exit_codes_than_ranks_return_3(checkout: Path) -> None:
     code, asked = under_an_engine(checkout, CONTAINERS="one")
     assert code == 3
     assert "compose up" in asked

@@ -173,7 +173,7 @@ def test_a_check_under_attack_has_the_same_findings(command_name: str, tmp_path:
     assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"
 
 
-def test_a_pool_s_store_is_closed_to_strangers(ranks: Ranks) -> None:
+def test_the_store_of_a_pool_rejects_strangers(ranks: Ranks) -> None:
     ranks(1, place)
     assert ranks._store is not None
     port = ranks._store.port

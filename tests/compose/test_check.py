@@ -19,7 +19,7 @@ def check(clone: Path, *words: str) -> tuple[int, str]:
     return done.returncode, re.sub(r"\s*\n(\x1b\[2K)?(worker\d+-\d+ +\|)? {5,}", " ", done.stdout)
 
 
-def test_a_hang_a_mismatch_and_a_right_script(clone: Path) -> None:
+def test_check_finds_a_hang_and_a_mismatch(clone: Path) -> None:
     scripts = SCRIPTS.relative_to(TOP)
     code, said = check(clone, "WORLD_SIZE=2", str(scripts / "faults/send_send.py"))
     assert code == 1, said
@@ -52,7 +52,7 @@ dist.destroy_process_group()
 """
 
 
-def test_packages_words_and_files_of_the_user(clone: Path) -> None:
+def test_check_provides_the_users_packages_and_files(clone: Path) -> None:
     folder = clone / "someone"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

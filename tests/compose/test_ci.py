@@ -10,7 +10,7 @@ from tests.test_distlab import SCRIPT
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(400)]
 
 
-def test_the_steps_of_containers(clone: Path, tmp_path: Path) -> None:
+def test_the_steps_with_containers_pass(clone: Path, tmp_path: Path) -> None:
     folder = fresh_repository(tmp_path / "theirs", SCRIPT)
     (folder / ".distlab").symlink_to(clone)
     smoke, check = commands("containers").values()

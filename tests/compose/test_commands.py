@@ -86,7 +86,7 @@ def test_a_drill_starts_its_ranks_in_one_container(words: tuple[str, ...], clone
     assert not left_over(clone)
 
 
-def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed(clone: Path) -> None:
+def test_a_run_leaves_only_files_of_the_owner(clone: Path) -> None:
     done = run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items()))
     assert done.returncode == 0, done.stdout
     assert "PASS" in done.stdout
@@ -108,7 +108,7 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     assert (clone / "runs" / "latest" / "run.json").exists()
 
 
-def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
+def test_make_run_prints_the_exit_code(clone: Path) -> None:
     done = run(
         clone, "make", "run", *[f"{name}={value}" for name, value in (SMALL | {"LAB_BUG": "means_of_shards"}).items()]
     )
@@ -131,14 +131,14 @@ def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_run_returns_2_for_what_is_refused(clone: Path, variables: dict[str, str], sentence: str) -> None:
+def test_run_returns_2_for_refused_settings(clone: Path, variables: dict[str, str], sentence: str) -> None:
     done = run(clone, **variables)
     assert done.returncode == 2, done.stdout
     assert sentence in done.stdout
     assert left_over(clone) == []
 
 
-def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_path: Path) -> None:
+def test_run_returns_3_and_prints_the_survivors_messages(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG | {"WORLD_SIZE": "3"}) as process:
         call("docker", "kill", f"{clone.name}-worker1-1")
@@ -148,7 +148,7 @@ def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_p
     assert left_over(clone) == []
 
 
-def test_a_second_run_is_refused_and_the_first_goes_on(clone: Path, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_the_first_continues(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG) as process:
         before = left_over(clone)
@@ -164,7 +164,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(clone: Path, tmp_path: Pa
     assert list(clone.glob(".running*")) == []
 
 
-def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, tmp_path: Path) -> None:
+def test_removed_containers_fail_the_run(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG) as process:
         call("docker", "compose", "down", "--timeout", "1", environ={"WORLD_SIZE": "2"}, folder=clone)
@@ -177,7 +177,7 @@ def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, 
     [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)],
     ids=["ctrl-c", "sigterm", "as a CI cancels"],
 )
-def test_a_stopped_run_takes_the_cluster_down(
+def test_a_stopped_run_removes_its_containers(
     clone: Path, tmp_path: Path, number: signal.Signals, code: int, group: bool
 ) -> None:
     log = tmp_path / "log"
@@ -191,7 +191,7 @@ def test_a_stopped_run_takes_the_cluster_down(
     assert left_over(clone) == []
 
 
-def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
+def test_an_earlier_larger_cluster_is_removed_first(clone: Path) -> None:
     call(
         "docker",
         "compose",
@@ -208,7 +208,7 @@ def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
     assert left_over(clone) == []
 
 
-def test_a_severity_is_the_launchers() -> None:
+def test_run_and_launcher_agree_on_the_worst_code() -> None:
     """./run and the launcher of local ranks agree on which code is the worst."""
     from distlab.lab.cluster.launch import worst
 

@@ -12,7 +12,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_a_container_that_is_started_again_finds_its_way_back(cluster: Containers) -> None:
+def test_a_restarted_container_rejoins_the_run(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **SETTINGS)
     cluster.until(0, "is killed by fault injection", timeout_s=120)
     cluster.docker("kill", 2)

@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
         ("memory", 2),
     ],
 )
-def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: int) -> None:
+def test_every_survivor_names_the_lost_rank(cluster: Containers, fault: str, victim: int) -> None:
     act, said, code = FAULTS[fault]
     cluster.up(WORLD_SIZE, **LONG, **({"LAB_MEMORY": "700m"} if fault == "memory" else {}))
     cluster.until(0, TRAINS, timeout_s=100)
@@ -114,7 +114,7 @@ def test_docker_stop_ends_every_rank_in_under_a_second(cluster: Containers) -> N
         assert f"rank {rank} was stopped by SIGTERM" in cluster.log(rank)
 
 
-def test_a_stop_while_ranks_still_wait_for_each_other(cluster: Containers) -> None:
+def test_docker_stop_ends_ranks_that_are_still_joining(cluster: Containers) -> None:
     cluster.up(2, **LONG)
     cluster.begun()
     cluster.docker("stop", 1)
@@ -122,7 +122,7 @@ def test_a_stop_while_ranks_still_wait_for_each_other(cluster: Containers) -> No
     assert cluster.wait() == {0: 143, 1: 143}, cluster.logs()
 
 
-def test_ranks_that_never_come_are_named(cluster: Containers) -> None:
+def test_ranks_that_never_join_are_named(cluster: Containers) -> None:
     cluster.world_size = 2
     cluster.compose(
         "up", "-d", "--no-build", "worker0", "worker1", variables={"WORLD_SIZE": "4", "LAB_JOIN_TIMEOUT_S": "4", **LONG}

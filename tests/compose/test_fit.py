@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(240)]
 SMALL = {"WORLD_SIZE": "2", "LAB_WIDTH": "384", "LAB_DEPTH": "6", "LAB_STEPS": "2"}
 
 
-def test_it_does_not_fit_and_then_it_does(cluster: Containers) -> None:
+def test_dp_runs_out_of_memory_and_fsdp_fits(cluster: Containers) -> None:
     environ = SMALL | {"COMPOSE_PROJECT_NAME": cluster.project, "LAB_RUNS_DIR": str(cluster.runs)}
     done = call("./compose/fit.sh", environ=environ, timeout_s=220, check=False)
     said = done.stdout

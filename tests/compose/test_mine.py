@@ -20,7 +20,7 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     path.unlink()
 
 
-def test_it_is_proven(cluster: Containers, mode: str) -> None:
+def test_the_users_mode_is_proven(cluster: Containers, mode: str) -> None:
     codes = cluster.run(2, RUN_MODE=mode, **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
@@ -28,7 +28,7 @@ def test_it_is_proven(cluster: Containers, mode: str) -> None:
     assert mode in cluster.log(0)
 
 
-def test_run_and_make_explain_take_its_path(mode: str, image: str) -> None:  # noqa: ARG001  built before
+def test_make_explain_accepts_the_path_of_a_mode(mode: str, image: str) -> None:  # noqa: ARG001  built before
     said = call("make", "explain", environ={"RUN_MODE": mode}, timeout_s=110).stdout
     assert "from outside of the lab" in said
     assert "each rank trains on its own samples alone" in said

@@ -18,7 +18,7 @@ STATUS = (
 )
 
 
-def test_a_run_on_a_slow_link_says_what_it_asked_for_and_what_it_got(cluster: Containers) -> None:
+def test_a_run_prints_the_requested_and_measured_link(cluster: Containers) -> None:
     cluster.overlay = TOP / "compose" / "net.yaml"
     cluster.up(2, RUN_MODE="dp", LAB_VARIANT="flat", **TINY, **SLOW)
     cluster.until(0, "rank 0 of 2")

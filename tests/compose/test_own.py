@@ -21,12 +21,12 @@ def ran(clone: Path, *words: str) -> dict[str, object]:
     return found
 
 
-def test_ranks_in_containers_are_one_process(clone: Path) -> None:
+def test_prove_passes_in_containers(clone: Path) -> None:
     run = ran(clone, "prove", "WORLD_SIZE=3", "mine/own.py")
     assert run["run_mode"] == "prove"
 
 
-def test_an_own_model_and_step_stand_beside_pytorchs(clone: Path) -> None:
+def test_modes_run_the_users_model_and_step(clone: Path) -> None:
     run = ran(clone, "dp", *TINY, MODEL, "LAB_VARIANT=ddp,mine/own.py:train_step")
     assert [each["name"] for each in run["variants"]] == ["ddp", "mine/own.py:train_step"]  # type: ignore[attr-defined]
     ran(clone, "fsdp", *TINY, MODEL, "LAB_VARIANT=zero3,fsdp2")

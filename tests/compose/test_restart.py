@@ -67,7 +67,7 @@ def verdict(cluster: Containers, run: str) -> dict[str, Any]:
     return found
 
 
-def test_after_each_kill_all_ranks_come_back_and_end_in_the_same_weights(restarting: Containers) -> None:
+def test_killed_ranks_resume_and_end_with_equal_weights(restarting: Containers) -> None:
     assert set(restarting.run(WORLD_SIZE, LAB_RUN_ID="whole", **SETTINGS).values()) == {0}, restarting.logs()
     draw = random.Random(4)
     steps = [draw.randrange(begin, begin + 75, EVERY) for begin in (EVERY, 100)]

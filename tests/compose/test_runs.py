@@ -12,7 +12,7 @@ pytestmark = pytest.mark.compose
 
 
 @pytest.mark.parametrize(("world_size", "variants"), [(3, ""), (8, "bucketed")])
-def test_dp_holds_with_an_odd_world_and_the_largest(cluster: Containers, world_size: int, variants: str) -> None:
+def test_dp_passes_with_3_and_8_ranks(cluster: Containers, world_size: int, variants: str) -> None:
     codes = cluster.run(world_size, RUN_MODE="dp", LAB_VARIANT=variants, **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
@@ -21,7 +21,7 @@ def test_dp_holds_with_an_odd_world_and_the_largest(cluster: Containers, world_s
     assert "PASS" in cluster.log(0)
 
 
-def test_the_image_alone_is_a_world_of_one(image: str) -> None:
+def test_the_image_alone_runs_one_rank(image: str) -> None:
     """As an engine starts it that mounts nothing; and it holds the bytecode of what a run imports, for its root is
     read-only: without, the import of torch took 14 s in place of 3."""
     settings = {
@@ -46,7 +46,7 @@ def test_the_image_alone_is_a_world_of_one(image: str) -> None:
         ("train", {"LAB_TEXT": "workers"}),  # a text of one's own, a file or a folder: here one that every image has
     ],
 )
-def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str, settings: dict[str, str]) -> None:
+def test_other_modes_pass_with_three_ranks(cluster: Containers, mode: str, settings: dict[str, str]) -> None:
     codes = cluster.run(3, RUN_MODE=mode, **settings)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
@@ -57,7 +57,7 @@ def test_the_other_modes_hold_with_three_ranks(cluster: Containers, mode: str, s
 SMALL_GPT = {"LAB_MODEL": "gpt", "LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "3", "LAB_STEPS": "3"}
 
 
-def test_a_model_cut_over_three_ranks_is_proven(cluster: Containers) -> None:
+def test_a_pipeline_over_three_ranks_is_proven(cluster: Containers) -> None:
     codes = cluster.run(3, RUN_MODE="pp", LAB_VARIANT="1f1b", **SMALL_GPT)
     assert set(codes.values()) == {0}, cluster.logs()
     run = cluster.verdict()
@@ -65,7 +65,7 @@ def test_a_model_cut_over_three_ranks_is_proven(cluster: Containers) -> None:
     assert {check["variant"] for check in run["checks"] if check["name"] == "gradients"} == {"1f1b"}
 
 
-def test_a_check_that_fails_is_exit_1_on_every_rank(cluster: Containers) -> None:
+def test_a_failed_check_exits_1_on_every_rank(cluster: Containers) -> None:
     codes = cluster.run(2, LAB_BUG="means_of_shards", LAB_VARIANT="flat", **TINY)
     assert set(codes.values()) == {1}, cluster.logs()
     assert cluster.verdict()["verdict"] == "fail"

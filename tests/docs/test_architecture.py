@@ -24,25 +24,25 @@ def layers() -> dict[str, int]:
     return {name: number for number, layer in enumerate(text.split(" > ")) for name in spans(layer)}
 
 
-def test_the_layout_names_each_folder_and_file_of_the_package_and_nothing_else() -> None:
+def test_the_layout_lists_the_folders_and_files() -> None:
     drawn = [line.split()[0] for line in fenced(PAGE, "text") if line.startswith("  ")]
     folders = [f"{path.name}/" for path in FOLDERS]
     files = [path.name for folder in ("", "lab") for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
     assert sorted(drawn) == sorted(folders + files)
 
 
-def test_the_top_folders_are_there() -> None:
+def test_the_top_folders_exist() -> None:
     named = re.findall(r"([\w/-]+/)(?=[, ])", "\n".join(line for line in fenced(PAGE, "text") if line[:1] != " "))
     assert [name for name in named if not (TOP / name).is_dir()] == []
     assert {"workers/", "experiments/", "distlab/", "tests/"} <= set(named)
 
 
-def test_every_folder_has_its_layer() -> None:
+def test_every_folder_has_a_layer() -> None:
     folders = {path.name for path in PARTS} - {"techniques", "tools"}
     assert set(layers()) == folders | {"benchmarks", "workers", "lab", "contract", "engines"}
 
 
-def test_the_layers_agree_with_what_each_folder_may_import() -> None:
+def test_the_layers_agree_with_the_allowed_imports() -> None:
     number = layers()
     named = {place: re.sub(r"^distlab\.((lab|techniques|tools)\.)?", "", place) for place in FLOORS}
     arrows = [(named[place], named.get(to, "")) for place, allowed in FLOORS.items() for to in allowed]
@@ -67,11 +67,11 @@ def absent(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(TOP)))
-def test_a_file_that_a_source_names_is_there(path: Path) -> None:
+def test_the_files_that_a_source_names_exist(path: Path) -> None:
     assert absent(path.read_text()) == []
 
 
-def test_a_file_that_is_not_there_is_found() -> None:
+def test_a_missing_file_is_found() -> None:
     named = "as buckets.py does, and distlab/techniques/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
     assert absent(named) == ["ring_buckets.py", "data_parallel/buckets.py"]
     assert absent("`python -m\n# benchmarks.never`, and benchmarks.gpu or benchmarks.steps") == ["benchmarks.never"]

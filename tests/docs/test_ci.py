@@ -52,7 +52,7 @@ def test_the_page_names_the_steps_that_can_fail() -> None:
     assert [(row[0].strip("`"), row[1]) for row in rows] == steps
 
 
-def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:
+def test_every_job_has_a_limit_a_cache_and_artifacts() -> None:
     for workflow in (FILE, TOP / ".github" / "workflows" / "ci.yml"):
         jobs = yaml.safe_load(workflow.read_text())["jobs"]
         assert all(0 < job["timeout-minutes"] < 360 for job in jobs.values())
@@ -63,7 +63,7 @@ def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:
 
 
 @pytest.mark.parametrize(("script", "code"), [(SCRIPT, 0), (HANGS, 1)], ids=["right", "hangs"])
-def test_the_steps_of_local_processes(tmp_path: Path, script: str, code: int) -> None:
+def test_the_steps_with_local_processes_return_their_codes(tmp_path: Path, script: str, code: int) -> None:
     folder = fresh_repository(tmp_path / "theirs", script)
     command = tmp_path / "bin" / "distlab"
     command.parent.mkdir()

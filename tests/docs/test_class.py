@@ -47,7 +47,7 @@ def run_line(step: str) -> str:
 
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path: Path) -> None:
+def test_the_command_of_a_step_shows_its_topic(step: str, tmp_path: Path) -> None:
     line = run_line(step)
     asked = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
     done = ended_warm("workers", environ=clean(**asked), timeout_s=200)
@@ -61,7 +61,7 @@ def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path:
     assert layers <= LAYERS_A_SECOND * int(named_s), "it takes more steps than it can in the time that it names"
 
 
-def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
+def test_the_class_has_six_steps_in_90_minutes() -> None:
     assert list(STEPS) == list(LOOKED_AT)
     rows = [row for heading, row in tables(page("practice")) if heading == "A class of 90 minutes"]
     assert sum(int(row[1]) for row in rows) == 90
@@ -79,7 +79,7 @@ def test_the_path_goes_through_every_mode_once() -> None:
     assert "five hours and ten minutes" in page("practice")
 
 
-def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:
+def test_each_command_of_the_lessons_page_is_tested() -> None:
     """By tests/test_coverage_runs.py; with other numbers of ranks it is the same lesson."""
     named = {
         span for _, row in tables(page("lessons")) for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")
@@ -89,7 +89,7 @@ def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:
     assert sorted(runs - known) == []
 
 
-def test_each_promise_of_the_lessons_page_has_its_command() -> None:
+def test_each_claim_of_the_lessons_page_has_a_command() -> None:
     """A run, a puzzle, a plan, or a script whose output a page of docs/modes shows."""
     promises, _, _ = page("lessons").partition("## Where the lessons are wrong")
     shown = "".join(page(f"modes/{name}") for name in modes())

@@ -15,7 +15,7 @@ def script(name: str) -> Any:
     return SimpleNamespace(**runpy.run_path(str(TOP / "docs" / "examples" / name)))
 
 
-def test_eight_ranks_that_wait_most_of_the_time_are_three() -> None:
+def test_eight_waiting_ranks_are_as_fast_as_three() -> None:
     eight = script("eight_ranks.py")
     assert eight.speedup(eight.SHARE, 1.0) == pytest.approx(3.0)
     assert eight.speedup(4 * eight.SHARE, 1.0) == pytest.approx(8 * 2.4 / 3.4)
@@ -36,7 +36,7 @@ def marked(folder: Path) -> list[str]:
     return found
 
 
-def test_of_what_a_program_starts_nothing_is_left(tmp_path: Path) -> None:
+def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
     """Of one that starts itself again and again, and of one that does not end."""
     bomb = script("fork_bomb.py")
     started, worked, _ = bomb.contained(bomb.PROGRAMS["without it, and without Python's own check"], tmp_path)

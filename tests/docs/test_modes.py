@@ -60,11 +60,11 @@ def test_all_pages_together_are_short() -> None:
         ("# Why?\n\nSo.\n<details>\n", 1),
     ],
 )
-def test_what_is_wrong_with_a_page_is_seen(text: str, num_faults: int) -> None:
+def test_the_faults_of_a_page_are_found(text: str, num_faults: int) -> None:
     assert len(page_faults(text)) == num_faults
 
 
-def test_the_table_of_modes_has_the_questions_of_their_pages() -> None:
+def test_the_table_of_modes_has_the_pages_questions() -> None:
     rows = [row for heading, row in tables(page("modes/README")) if heading == "What does each mode show?"]
     titles = {f"[{name}]({name}.md)": page(f"modes/{name}").partition("\n")[0].removeprefix("# ") for name in modes()}
     assert dict(rows) == titles
@@ -77,18 +77,18 @@ def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
     assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
 
 
-def test_bubbles_are_those_of_the_formulas() -> None:
+def test_bubbles_equal_the_formulas() -> None:
     shares = [idle_share(name, 4, 8, 2) for name in ("1f1b", "interleaved", "zb_h1", "zbv")]
     assert shares[-1] == idle_share("dualpipev", 4, 8, 2)
     assert [f"{share:.3f}" for share in shares if f"{share:.3f}" not in page("modes/pp")] == []
 
 
-def test_bytes_of_zero_are_those_of_the_paper() -> None:
+def test_bytes_of_zero_equal_the_papers() -> None:
     rows = {row[0].strip("`"): row[-1] for heading, row in tables(page("modes/fsdp")) if len(row) == 4}
     assert rows == {name: of_64 for name, of_64, _ in published()[2]}
 
 
-def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
+def test_the_limit_of_make_fit_equals_the_formulas() -> None:
     sizes = {
         "LAB_WIDTH": "512",
         "LAB_DEPTH": "12",
@@ -109,7 +109,7 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
     assert re.search(rf"^limit +{limit:.0f} MB", block, re.MULTILINE)
 
 
-def test_the_figures_of_when_the_ring_and_when_ulysses_are_those_of_a_run() -> None:
+def test_the_figures_of_ring_and_ulysses_equal_the_predictions() -> None:
     rows = {
         row[0]: row[1:] for heading, row in tables(page("modes/cp")) if heading == "When the ring, and when Ulysses"
     }

@@ -114,7 +114,7 @@ def written(shown: str, printed: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_block_is_what_its_command_prints(command: str) -> None:
+def test_a_block_equals_the_output_of_its_command(command: str) -> None:
     blocks = [block for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["command"] == command]
     for block in blocks:
         shown = within_fence(block["output"])
@@ -129,7 +129,7 @@ def test_every_block_ends(page: Path) -> None:
     assert len(re.findall(r"^<!-- output of: ", text, re.MULTILINE)) == len(BLOCK.findall(text))
 
 
-def test_a_changed_word_in_a_block_is_seen() -> None:
+def test_a_changed_word_in_a_block_is_found() -> None:
     assert shape("PASS  32 checks passed") == shape("PASS 7 checks passed")
     assert shape("PASS 32 checks passed") != shape("FAIL 32 checks passed")
     assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
@@ -164,7 +164,7 @@ def test_a_cut_leaves_out_lines_and_changes_none(shown: str, found: list[int] | 
     assert places(shown, PRINTED) == found
 
 
-def test_a_block_is_written_anew_with_the_same_lines_left_out() -> None:
+def test_a_rewritten_block_leaves_out_the_same_lines() -> None:
     printed = PRINTED.replace("36", "40")
     assert (
         written("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)

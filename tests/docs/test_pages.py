@@ -70,12 +70,12 @@ def missing_module(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=place)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     assert dead_links(page.read_text(), page.parent) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=place)
-def test_what_is_named_is_there(page: Path) -> None:
+def test_named_files_and_commands_exist(page: Path) -> None:
     named = [span for span in spans(prose(page.read_text())) if not span.startswith("python -m ")]
     assert [fault for span in named for fault in faults(span)] == []
     modules = re.findall(r"`python -m ([\w.]+\w)", prose(page.read_text()))
@@ -107,13 +107,13 @@ def test_the_pages_are_short_and_few() -> None:
     assert too_large(TOP / "docs") == []
 
 
-def test_what_is_too_large_is_seen(tmp_path: Path) -> None:
+def test_pages_that_are_too_large_are_found(tmp_path: Path) -> None:
     for number in range(MOST_PAGES + 1):
         (tmp_path / f"{number}.md").write_text("a" * (PAGE_BYTES + 1))
     assert len(too_large(tmp_path)) == MOST_PAGES + 1 + 3, "each page, both sums, and the number of pages"
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
+def test_the_readme_links_to_every_page() -> None:
     linked = {link["path"] for link in LINK.finditer((TOP / "README.md").read_text())}
     assert {str(page.relative_to(TOP)) for page in PAGES} - {"README.md"} <= linked
 
@@ -121,7 +121,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 @pytest.mark.parametrize(
     "text", ["[a](docs/absent.md)", "[a](docs/running.md#absent)", "[a](#absent)", "# A b\n[a](#a-c)"]
 )
-def test_a_dead_link_is_seen(text: str) -> None:
+def test_a_dead_link_is_found(text: str) -> None:
     assert dead_links(text, TOP)
 
 
@@ -138,7 +138,7 @@ def test_a_link_to_a_heading_is_followed() -> None:
         "docker compose -f compose/absent.yaml up", "make run && make coffee",
     ],
 )  # fmt: skip
-def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
+def test_an_unknown_command_is_found(line: str) -> None:
     assert command_faults(line)
 
 
@@ -152,10 +152,10 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
         "python -m distlab.experiments",
     ],
 )
-def test_a_command_that_exists_is_not(line: str) -> None:
+def test_an_existing_command_has_no_fault(line: str) -> None:
     assert command_faults(line) == []
 
 
-def test_the_bugs_of_the_page_are_those_that_are_proven() -> None:
+def test_the_page_lists_the_tested_bugs() -> None:
     _, _, bugs = page("prove").partition("| found in | what it is |\n|---|---|\n")
     assert re.findall(r"^\| ([^|]+) \| [^|]+ \|$", bugs, re.MULTILINE) == [planted.issue for planted in PLANTED]

@@ -17,7 +17,7 @@ BENCHED = re.compile(
 )
 
 
-def test_the_table_of_speeds_is_of_this_code() -> None:
+def test_the_table_of_speeds_has_todays_targets() -> None:
     rows = list(BENCHED.finditer(PAGE))
     assert len(rows) == len(collectives.TARGETS) * len(collectives.PLANS)
     for row in rows:
@@ -31,7 +31,7 @@ def test_the_table_of_speeds_is_of_this_code() -> None:
 CLAIMED = re.compile(r"^(?P<what>[\w': ]+?) +(?P<seen>[\d.]+) +(?P<limit>[\d.]+) +(?P<held>yes|NO)$", re.MULTILINE)
 
 
-def test_the_targets_of_a_pipeline_are_judged_as_they_stand() -> None:
+def test_the_results_of_pipelines_have_todays_targets() -> None:
     rows = {row["what"]: row for row in CLAIMED.finditer(PAGE)}
     limits = [float(row["limit"]) for row in rows.values()]
     assert limits == [*pp.TIMES.values(), *[pp.BUBBLE_TARGET] * 5, pp.ACTIVATIONS_TARGET]
@@ -45,7 +45,7 @@ STEPPED = re.compile(
 )
 
 
-def test_the_targets_of_steps_are_judged_as_they_stand() -> None:
+def test_the_results_of_steps_have_todays_targets() -> None:
     rows = {(row["mode"], int(row["ranks"]), row["row"]): row for row in STEPPED.finditer(PAGE)}
     compared = [each for name in ("dp", "fsdp", "tp", "mesh") for each in steps.COMPARISONS[name]]
     assert set(rows) == {(each.mode, num, row) for each in compared for num in each.ranks for row in each.variants}
@@ -63,7 +63,7 @@ LEDGERS = re.compile(
 )
 
 
-def test_the_targets_of_bytes_are_judged_as_they_stand() -> None:
+def test_the_results_of_bytes_have_todays_targets() -> None:
     rows = list(LEDGERS.finditer(PAGE))
     assert len(rows) == 2 * len(ledgers.TARGETS["fsdp"]) + len(ledgers.TARGETS["mesh"])
     limits = {
@@ -82,7 +82,7 @@ ATTENDED = re.compile(
 )
 
 
-def test_the_targets_of_long_sequences_are_judged_as_they_stand() -> None:
+def test_the_results_of_long_sequences_have_todays_targets() -> None:
     rows = {row["name"]: row for row in ATTENDED.finditer(PAGE)}
     assert {name: float(row["limit"]) for name, row in rows.items()} == {
         name: limit for name, (limit,) in cp.CPU_TARGETS.items()
@@ -104,7 +104,7 @@ BUCKETS = re.compile(
 )
 
 
-def test_the_targets_of_slow_links_are_judged_as_they_stand() -> None:
+def test_the_results_of_slow_links_have_todays_targets() -> None:
     rates = list(LINKED.finditer(PAGE))
     assert tuple(row["asked"] for row in rates) == link.RATES
     assert all((row["held"] == "yes") == (abs(float(row["off"])) <= 100 * link.RATE_TARGET) for row in rates)
@@ -130,7 +130,7 @@ def printed(mode: str, ranks: str, variant: str, time: str, target: str = "") ->
     return bool(re.search(line, PAGE, re.MULTILINE))
 
 
-def test_the_page_shows_what_was_printed() -> None:
+def test_the_page_shows_the_printed_results() -> None:
     assert [len(rows) for rows in SHOWN.values()] == [9, 7]
     for suffix, rows in SHOWN.items():
         for mode, ranks, variant, _, time, target, last in rows:

@@ -85,36 +85,36 @@ OLD_WORDS = r"the others went on"
 
 
 @pytest.mark.parametrize("name", [*OLD, *RUNS])
-def test_the_log(name: str) -> None:
+def test_the_log_has_no_refused_word(name: str) -> None:
     records = (OLD | RUNS)[name]
     lines = verdict_lines(judge(records), records, None)
     assert found(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_page(name: str) -> None:
+def test_the_report_has_no_refused_word(name: str) -> None:
     made = page(judge(RUNS[name]), RUNS[name])
     made = re.sub(r"<(style|script)\b.*?</\1>", "", made, flags=re.DOTALL)
     text = html.unescape(re.sub(r"<[^>]+>", "\n", made))
     assert found(text) == []
 
 
-def test_the_help_of_all_commands() -> None:
+def test_the_help_has_no_refused_word() -> None:
     assert [fault for command in (None, *COMMANDS) for fault in found("\n".join(help_lines(command)))] == []
 
 
-def test_what_each_variable_is_for() -> None:
+def test_the_variables_have_no_refused_word() -> None:
     told = [field.description or "" for field in Config.model_fields.values()]
     assert found("\n".join(told)) == []
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_the_injected_bugs_of_a_mode(mode: str) -> None:
+def test_the_injected_bugs_have_no_refused_word(mode: str) -> None:
     assert found("\n".join(mistake_lines(load(mode)))) == []
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_the_description_of_a_mode(mode: str) -> None:
+def test_the_mode_descriptions_have_no_refused_word(mode: str) -> None:
     assert found(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
 
 
@@ -129,7 +129,7 @@ def outside_code(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=place)
-def test_the_pages(path: Path) -> None:
+def test_the_pages_have_no_refused_word(path: Path) -> None:
     assert found(outside_code(path.read_text())) == []
 
 

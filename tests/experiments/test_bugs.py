@@ -13,14 +13,14 @@ BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 
 @pytest.mark.parametrize("run_mode", modes())
-def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
+def test_every_check_passes_without_a_bug(runs: Runs, run_mode: str) -> None:
     run = runs(WORLD_SIZE_SHOWN, **shown(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
 
 
 @pytest.mark.parametrize("run_mode", modes())
-def test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold(runs: Runs, run_mode: str) -> None:
+def test_every_check_passes_at_the_sizes_for_bugs(runs: Runs, run_mode: str) -> None:
     run = runs(WORLD_SIZE, **whole(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
@@ -29,7 +29,7 @@ def test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold(runs: Ru
 
 
 @pytest.mark.parametrize(("run_mode", "bug"), BUGS)
-def test_each_bug_fails_the_check_that_is_meant_for_it(runs: Runs, run_mode: str, bug: str) -> None:
+def test_each_bug_fails_its_check(runs: Runs, run_mode: str, bug: str) -> None:
     mistakes, given = load(run_mode).mistakes, mistaken(run_mode, bug)
     meant = mistakes[bug].check
     # The run of a mode's first bug goes on to its end; what else a wrong number meets there, the others need not show.
@@ -42,7 +42,7 @@ def test_each_bug_fails_the_check_that_is_meant_for_it(runs: Runs, run_mode: str
     assert run["verdict"] == "fail"
 
 
-def test_a_run_ends_with_the_section_in_which_its_check_fails_in_all_variants(runs: Runs) -> None:
+def test_a_run_ends_once_its_check_failed_everywhere(runs: Runs) -> None:
     """And goes on to the end where it holds, or where it fails in one variant of two."""
     small = {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STEPS": "1"}
     for variants, bug, until, is_whole in (

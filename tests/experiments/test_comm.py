@@ -104,7 +104,7 @@ def lessons(ranks: Ranks) -> Lessons:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_check_holds(lessons: Lessons, world_size: int) -> None:
+def test_every_check_passes(lessons: Lessons, world_size: int) -> None:
     for held, failed, _, _ in lessons(world_size):
         assert failed == set()
         assert held == {"forward", "gradients", "no autograd", "demo", "sum", "ring", "contents"}
@@ -133,7 +133,7 @@ def with_a_wrong_primitive(group: dist.ProcessGroup) -> set[str]:
         return lesson(group, None)[1]
 
 
-def test_a_wrong_primitive_is_seen(ranks: Ranks) -> None:
+def test_a_wrong_all_gather_is_detected(ranks: Ranks) -> None:
     assert set.intersection(*ranks(3, with_a_wrong_primitive)) >= {"forward", "demo"}
 
 
@@ -147,7 +147,7 @@ def with_a_gather_that_autograd_knows(group: dist.ProcessGroup) -> set[str]:
     return lab.failed  # type: ignore[no-any-return]
 
 
-def test_a_gather_that_autograd_knows_is_seen(ranks: Ranks) -> None:
+def test_a_gather_with_a_gradient_is_detected(ranks: Ranks) -> None:
     assert ranks(2, with_a_gather_that_autograd_knows) == [{"no autograd"}] * 2
 
 
@@ -175,7 +175,7 @@ def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float
 
 @pytest.mark.parametrize("change", ["", "last", "shifted"])
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
-def test_one_number_too_much_and_a_place_too_far_are_seen(ranks: Ranks, op: str, change: str) -> None:
+def test_a_wrong_or_shifted_element_is_detected(ranks: Ranks, op: str, change: str) -> None:
     found = ranks(3, worst_of, "tree", op, change)
     assert found[0] == found[2] == 0
     assert bool(found[1]) == bool(change)
@@ -183,12 +183,12 @@ def test_one_number_too_much_and_a_place_too_far_are_seen(ranks: Ranks, op: str,
 
 @pytest.mark.parametrize("world_size", [3, 5])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_contents_hold_where_nothing_divides(ranks: Ranks, world_size: int, name: str) -> None:
+def test_algorithms_are_exact_at_uneven_sizes(ranks: Ranks, world_size: int, name: str) -> None:
     for op in benchmark.BYTES:
         assert ranks(world_size, worst_of, name, op, "") == [0.0] * world_size
 
 
-def test_what_is_put_in_differs_by_rank_place_and_repeat() -> None:
+def test_inputs_differ_by_rank_position_and_repeat() -> None:
     device = torch.device("cpu")
     rows = torch.stack([checks.numbers(rank, repeat, device) for rank in range(8) for repeat in range(3)])
     assert [row.unique().numel() for row in rows] == [checks.PERIOD] * 24
@@ -206,7 +206,7 @@ def lesson_without_the_way_back(group: dist.ProcessGroup) -> set[str]:
         return lesson(group, None)[1]
 
 
-def test_a_sum_that_rank_0_keeps_is_seen(ranks: Ranks) -> None:
+def test_a_sum_on_rank_0_only_is_detected(ranks: Ranks) -> None:
     assert ranks(3, lesson_without_the_way_back) == [set(), {"sum"}, {"sum"}]
 
 
@@ -219,7 +219,7 @@ def naive_beside_torchs(group: dist.ProcessGroup) -> bool:
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_the_naive_all_reduce_is_torchs(ranks: Ranks, world_size: int) -> None:
+def test_the_naive_all_reduce_equals_torchs(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size, naive_beside_torchs) == [True] * world_size
 
 
@@ -257,7 +257,7 @@ def test_the_rings_rounds(lessons: Lessons, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", comm.MODE.names)
-def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
+def test_the_fit_recovers_latency_and_bandwidth(name: str) -> None:
     times = {nbytes: all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in benchmark.SIZES}
     latency_s, bytes_per_s, off = benchmark.fit(name, 4, times)
     assert latency_s == pytest.approx(5e-4)
@@ -295,21 +295,21 @@ def test_the_whole_mode(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.02, False), (0.5, False)])
-def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
+def test_wrong_byte_counts_fail_the_sweep(factor: float, holds: bool) -> None:
     lab, nbytes = lab_alone(), 4 * benchmark.MIB
     predicted = benchmark.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
     benchmark.compare(lab, {("all_reduce", nbytes, "ring"): benchmark.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
 
 
-def test_the_speed_of_a_small_call_is_in_mb_a_second() -> None:
+def test_small_calls_are_shown_in_megabytes_per_second() -> None:
     assert benchmark.speed_cell(benchmark.KIB, benchmark.KIB / 0.01) == "0.102 MB/s"
     assert benchmark.speed_cell(4 * benchmark.MIB, 4 * benchmark.MIB / 0.01) == "0.419 GB/s"
     assert benchmark.speed_cell(64 * benchmark.KIB, 64 * benchmark.KIB / 0.01) == "0.007 GB/s"
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
-def test_messages_that_are_not_drawn_fail(factor: float, holds: bool) -> None:
+def test_missing_messages_in_the_drawing_fail(factor: float, holds: bool) -> None:
     lab: Any = lab_alone()
     lab.config, lab.device = Config.read({"RUN_MODE": "comm", "WORLD_SIZE": "2"}), torch.device("cpu")
     sent = {name: Drawn(factor * all_reduce_bytes(name, 2, comm.PREDICTED_BYTES), 2) for name in ("ring", "server")}

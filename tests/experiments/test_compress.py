@@ -67,7 +67,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     MIXES,
     ids=["alone", "buckets", "forgetting", "line", "bfloat16", "few bytes", "fewer"],
 )
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(
         ranks, world_size, tmp_path, **({"RUN_MODE": "compress", "LAB_STEPS": "2"} | settings)
     )
@@ -95,7 +95,7 @@ def impossible(settings: dict[str, str]) -> set[str]:
     return {"fp16", "ddp_fp16"} if settings.get("LAB_DTYPE") == "bfloat16" else set()
 
 
-def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+def test_error_feedback_lowers_the_loss_and_stores_residuals(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"LAB_VARIANT": "dense,topk", "LAB_STEPS": "40", "LAB_PROOF": "0", "LAB_DEPTH": "1"}
     last: dict[tuple[str, str], float] = {}
     rest: dict[tuple[str, str], float] = {}
@@ -141,14 +141,14 @@ def test_predictions_add_up_over_buckets() -> None:
         ({"LAB_MODEL": "mlp", "LAB_LOW_RANK": "16"}, "LAB_LOW_RANK=16 saves nothing"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse(config_of(4, **settings), compress.MODE)
     assert len(refused.value.faults) == 1
     assert words in refused.value.faults[0]
 
 
-def test_only_what_can_run_is_announced() -> None:
+def test_the_summary_lists_only_possible_variants() -> None:
     assert "fp16 0.500" in summary(config_of(2))
     assert "fp16" not in summary(config_of(2, LAB_DTYPE="bfloat16"))
 
@@ -196,25 +196,25 @@ def flat(seed: int, rank: int) -> Tensor:
     return gradient
 
 
-def test_the_sum_is_right_whatever_the_ranks_of_the_matrices(ranks: Ranks) -> None:
+def test_powersgd_sums_are_exact_for_every_matrix_rank(ranks: Ranks) -> None:
     """Of rank 2, whose Q has a column of rounding, then 12, 0, where all is zero, and 12 again."""
     for found in ranks(3, judged, LowRank, [2, 12, 0, 12, 1, 5]):
         assert max(found) < 1e-14
 
 
 @pytest.mark.parametrize("kind", [Cold, HalfOfIt, PerRank])
-def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank]) -> None:
+def test_a_wrong_powersgd_sum_is_detected(ranks: Ranks, kind: type[LowRank]) -> None:
     for found in ranks(3, judged, kind, [12, 12]):
         assert min(found[kind is Cold :]) > 1e-3  # what draws anew at each step is right in the first one
 
 
-def test_a_sum_that_is_no_number_is_told() -> None:
+def test_a_nan_sum_is_detected() -> None:
     values = [flat(member, 12) for member in range(2)]
     projection = Projection(config_of(2), [MATRIX, GAIN], feedback=False)
     assert projection.judge(values, torch.full_like(values[0], torch.nan))[0] == math.inf
 
 
-def test_defaults_are_refused_nowhere() -> None:
+def test_default_settings_are_never_refused() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp", "line"):
             environ = {"RUN_MODE": "compress", "WORLD_SIZE": str(world_size), "LAB_MODEL": model}
@@ -223,7 +223,7 @@ def test_defaults_are_refused_nowhere() -> None:
 
 
 @pytest.mark.parametrize("bug", ["unshared_seed", "int8_overflow", "per_rank_powersgd", "no_error_feedback"])
-def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, bug: str) -> None:
+def test_a_bug_fails_only_its_own_variant(ranks: Ranks, tmp_path: Path, bug: str) -> None:
     settings = {"LAB_BUG": bug, "LAB_VARIANT": "int8,randomk,powersgd", "LAB_STEPS": "1", "LAB_DEPTH": "1"}
     run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
     wrong = {claim["variant"] for claim in run["checks"] if not claim["passed"]}
@@ -326,7 +326,7 @@ def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
 
 
 @pytest.mark.parametrize("variant", ["fp16", "int8", "topk", "randomk", "powersgd"])
-def test_residuals_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+def test_wrong_residuals_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     assert {"sent + residual", "formula"} <= seen(ranks, tmp_path, "half a residual", variant)
     assert {"residuals", "formula"} <= seen(ranks, tmp_path, "residuals cleared", variant)
 
@@ -339,17 +339,15 @@ def test_residuals_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path, vari
         ("cold", "powersgd", "formula"),
     ],
 )
-def test_a_formula_that_is_another_fails_the_run(
-    ranks: Ranks, tmp_path: Path, fault: str, variant: str, check: str
-) -> None:
+def test_a_wrong_formula_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str, check: str) -> None:
     assert check in seen(ranks, tmp_path, fault, variant)
 
 
-def test_what_is_wrong_before_it_is_compressed_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_errors_before_compression_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "gradients" in seen(ranks, tmp_path, "half of a rank", "topk")
     assert "weights" in seen(ranks, tmp_path, "twice", "topk")
 
 
-def test_what_pytorchs_own_does_not_do_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_differences_to_pytorchs_hooks_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "gradients beside ours" in seen(ranks, tmp_path, "cold", "ddp_powersgd")
     assert {"losses beside ours"} == seen(ranks, tmp_path, "loud", "ddp_fp16")

@@ -41,7 +41,7 @@ def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "ulysses"])
-def test_it_stacks_with_data_parallelism(ranks: Ranks, name: str) -> None:
+def test_context_parallelism_combines_with_data_parallelism(ranks: Ranks, name: str) -> None:
     assert max(ranks(4, beside_data_parallelism, config_of(4), name)) <= TOLERANCE
 
 
@@ -60,7 +60,7 @@ def attended(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[int, l
 
 
 @pytest.mark.parametrize("case", [case for case in SENT if case.mode == "cp"], ids=label)
-def test_what_is_attended_to_is_what_is_predicted(ranks: Ranks, case: Case) -> None:
+def test_attended_pairs_equal_the_prediction(ranks: Ranks, case: Case) -> None:
     config = config_of(case.world_size, **case.settings)
     for rank, found in enumerate(ranks(case.world_size, attended, config)):
         for name, (pairs, order) in found.items():
@@ -69,7 +69,7 @@ def test_what_is_attended_to_is_what_is_predicted(ranks: Ranks, case: Case) -> N
                 assert expected_order(name, config, rank) == order, (rank, name)
 
 
-def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
+def test_traffic_grows_with_layers_and_batch() -> None:
     one, deeper, larger = (
         {each.variant: each for each in MODE.predict(config_of(2, LAB_SEQ="8", **sizes)) if each.name == "wire bytes"}
         for sizes in ({"LAB_DEPTH": "2"}, {"LAB_DEPTH": "3"}, {"LAB_BATCH": "6"})
@@ -82,7 +82,7 @@ def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
+def test_the_default_length_balances_zigzag(world_size: int) -> None:
     config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(world_size)})
     work = predicted_share("zigzag", config)
     assert work.share == 1.0
@@ -94,7 +94,7 @@ def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
 
 @pytest.mark.parametrize("seq", [2, 5, 16, 37, 64, 130])
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: int) -> None:
+def test_the_balance_tolerance_covers_uneven_lengths(seq: int, world_size: int) -> None:
     config = config_of(world_size, LAB_SEQ=str(seq))
     for name in BY_HAND:
         work = predicted_share(name, config)
@@ -102,7 +102,7 @@ def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: i
     assert tolerance(config_of(4, LAB_SEQ="800")) == 0.02
 
 
-def test_the_first_keys_are_asked_for_before_anything_is_computed() -> None:
+def test_the_first_keys_are_requested_before_computing() -> None:
     config = config_of(3, LAB_DEPTH="1")
     assert expected_order("zigzag", config, 0) == [
         RECEIVE, COMPUTE, RECEIVE, COMPUTE, COMPUTE,
@@ -114,7 +114,7 @@ def test_the_first_keys_are_asked_for_before_anything_is_computed() -> None:
 # --- whole runs ---
 
 
-def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> None:
+def test_a_run_of_three_ranks_reports_its_balance(runs: Runs) -> None:
     ran = runs(3, RUN_MODE="cp", LAB_DEPTH="1", LAB_SEQ="30")
     assert failed(ran.judged) == set()
     balance = {each["variant"]: each for each in ran.judged["comparisons"] if each["name"] == "balance"}
@@ -124,7 +124,7 @@ def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> 
     assert "Causal work" in (ran.folder / "rank0.log").read_text()
 
 
-def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) -> None:
+def test_stored_bytes_of_a_small_model_include_positions(runs: Runs) -> None:
     sizes = {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_SEQ": "32", "LAB_STEPS": "2", "LAB_PROOF": "0"}
     ran = runs(1, RUN_MODE="cp", LAB_VARIANT="gathered,ring", **sizes)
     assert failed(ran.judged) == set()
@@ -146,7 +146,7 @@ def said(group: dist.ProcessGroup, config: Config) -> str:
     return ""
 
 
-def test_pytorchs_context_parallel_still_has_no_path_for_the_cpu(ranks: Ranks) -> None:
+def test_pytorchs_context_parallel_still_fails_on_the_cpu(ranks: Ranks) -> None:
     for words in ranks(2, said, config_of(2, LAB_SEQ="8", LAB_DEPTH="1")):
         assert "does not have a sharding strategy registered" in words
         assert "_scaled_dot_product_flash_attention_for_cpu" in words

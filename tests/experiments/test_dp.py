@@ -42,7 +42,7 @@ def wrong_batches(dealing: type[Batches]) -> Batches:
     return dealing(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
 
 
-def test_mean_of_shards_weighs_by_shard() -> None:
+def test_means_of_shards_weigh_samples_unequally() -> None:
     batches = wrong_batches(MeansOfShards)
     parts = [part for shard in range(4) for part in batches.microbatches(0, shard, 4)]
     assert sum(part.share * part.targets.numel() for part in parts) == pytest.approx(1.0)
@@ -50,7 +50,7 @@ def test_mean_of_shards_weighs_by_shard() -> None:
     assert len({part.share for shard in range(4) for part in wrong_batches(Batches).microbatches(0, shard, 4)}) == 1
 
 
-def test_no_sampler_deals_some_samples_to_every_shard() -> None:
+def test_no_sampler_repeats_samples_in_every_shard() -> None:
     batches = wrong_batches(NoSampler)
     times = Counter(sample for shard in range(4) for sample in batches.sample_ids(0, shard, 4))
     assert max(times.values()) == 4
@@ -63,13 +63,13 @@ def test_no_set_epoch_repeats_the_first_epoch() -> None:
     assert wrong_batches(Batches).sample_ids(2, 0, 2) != wrong_batches(Batches).sample_ids(0, 0, 2)
 
 
-def test_hook_race_is_wrong_the_same_way_each_time(ranks: Ranks) -> None:
+def test_hook_race_gives_repeatable_errors(ranks: Ranks) -> None:
     config = config_of(3, LAB_BUG="hook_race")
     first, second = (ranks(3, differences, config, ("bucketed",)) for _ in range(2))
     assert first == second
 
 
-def test_number_of_collectives_is_that_of_parameters_and_buckets() -> None:
+def test_collectives_per_step_equal_parameters_or_buckets() -> None:
     config = config_of(2, LAB_DTYPE="float64")
     predicted = {p.variant: p.calls for p in predict(config) if p.name == "wire bytes"}
     assert predicted["per_parameter"] == len(list(outline(config).parameters()))
@@ -113,9 +113,7 @@ def at_rest(group: dist.ProcessGroup, config: Config) -> dict[str, dict[str, int
         (2, {"LAB_CLIP": "0.1", "LAB_TIE": "1"}),
     ],
 )
-def test_every_variant_holds_to_the_byte_what_the_formula_says(
-    ranks: Ranks, world_size: int, settings: dict[str, str]
-) -> None:
+def test_stored_bytes_equal_the_formula(ranks: Ranks, world_size: int, settings: dict[str, str]) -> None:
     config = config_of(world_size, **settings)
     predicted = {p.variant: p.value for p in predict(config) if p.name == "rest bytes"}
     gradients = gradient_bytes(config)
@@ -145,7 +143,7 @@ def leaking(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
     )
 
 
-def test_bytes_that_stay_and_should_not_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_leaked_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_OPTIMIZER": "adamw"}
     run, _ = run_experiment(ranks, 2, tmp_path / "good", **settings)
     assert (run["verdict"], failed(run)) == ("pass", set())
@@ -169,7 +167,7 @@ def swapped(group: dist.ProcessGroup, rate: str | None) -> list[tuple[str, float
     return [(op.op, op.calls) for op in seen.ops()]
 
 
-def test_two_ranks_on_a_slow_link_swap_their_buckets_and_no_others(ranks: Ranks) -> None:
+def test_only_two_ranks_on_slow_links_swap_buckets(ranks: Ranks) -> None:
     predicted = {size: predict(config_of(size, LAB_DTYPE="float64")) for size in (2, 3)}
     buckets = {size: next(p.calls for p in of_size if p.variant == "bucketed") for size, of_size in predicted.items()}
     assert ranks(2, swapped, "500mbit") == [[("send", buckets[2])]] * 2
@@ -177,7 +175,7 @@ def test_two_ranks_on_a_slow_link_swap_their_buckets_and_no_others(ranks: Ranks)
     assert ranks(3, swapped, "500mbit") == [[("all_reduce", buckets[3])]] * 3
 
 
-def test_what_is_swapped_is_proven_and_as_many_calls_and_bytes(ranks: Ranks, tmp_path: Path) -> None:
+def test_swapped_buckets_are_proven_and_counted(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"LAB_VARIANT": "bucketed,ddp", "LAB_NET_RATE": "1gbit", "LAB_BATCH": "9", "LAB_BUCKET_MIB": "0.02"}
     run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="dp", **settings)
     assert (run["verdict"], failed(run)) == ("pass", set())
@@ -185,7 +183,7 @@ def test_what_is_swapped_is_proven_and_as_many_calls_and_bytes(ranks: Ranks, tmp
     assert {"gradients", "weights", "replicas", "wire bytes", "calls"} <= held
 
 
-def test_a_slow_rank_takes_longer_in_the_timed_pass_and_is_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_slow_rank_is_slower_and_named(ranks: Ranks, tmp_path: Path) -> None:
     """At a fiftieth of its speed: no noise of a shared machine is as large."""
     settings = {"RUN_MODE": "dp", "LAB_VARIANT": "flat", "LAB_PROOF": "0", "LAB_SLOW_RANK": "1:0.02"}
     run, by_rank = run_experiment(ranks, 2, tmp_path, **settings)

@@ -37,7 +37,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["all", "kept", "alone", "line", "bfloat16", "eight"])
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, _ = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "fsdp", "LAB_STEPS": "3"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
@@ -65,7 +65,7 @@ def test_recomputation_lowers_the_peak_of_activations(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_at_rest_by_the_papers_formulas(world_size: int) -> None:
+def test_stored_bytes_follow_the_papers_formulas(world_size: int) -> None:
     config = config_of(world_size, LAB_OPTIMIZER="adamw", LAB_WIDTH="64", LAB_HEADS="4")
     total, n = outline(config).num_parameters(), world_size
     wanted = {
@@ -91,7 +91,7 @@ def test_the_published_table() -> None:
     assert rows[0][2] == "112, 112, 112"  # the lesson's rule of thumb says 56
 
 
-def test_what_is_sent_by_the_papers_formulas() -> None:
+def test_sent_bytes_follow_the_papers_formulas() -> None:
     sent = {
         prediction.variant: prediction.value[0]
         for prediction in MODE.predict(config_of(4, LAB_WIDTH="64", LAB_HEADS="4"))
@@ -105,7 +105,7 @@ def test_what_is_sent_by_the_papers_formulas() -> None:
 
 
 @pytest.mark.parametrize(("reshard", "moves"), [("1", 4), ("0", 3)])
-def test_fully_shard_sends_what_is_predicted_of_it(ranks: Ranks, tmp_path: Path, reshard: str, moves: int) -> None:
+def test_fully_shard_sends_the_predicted_bytes(ranks: Ranks, tmp_path: Path, reshard: str, moves: int) -> None:
     settings = {"RUN_MODE": "fsdp", "LAB_VARIANT": "fsdp2", "LAB_PROOF": "0", "LAB_WIDTH": "64", "LAB_RESHARD": reshard}
     run, _ = run_experiment(ranks, 2, tmp_path, **settings)
     (wire,) = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes"]
@@ -114,7 +114,7 @@ def test_fully_shard_sends_what_is_predicted_of_it(ranks: Ranks, tmp_path: Path,
     assert abs(wire["measured"] - wire["predicted"]) <= wire["tolerance"]  # only shown in a run, since it is PyTorch's
 
 
-def test_a_tied_end_is_one_unit() -> None:
+def test_tied_ends_are_one_unit() -> None:
     apart, tied = units(config_of(2)), units(config_of(2, LAB_TIE="1"))
     assert len(tied) == len(apart) - 1
     assert sum(tied) == outline(config_of(2, LAB_TIE="1")).num_parameters()
@@ -138,7 +138,7 @@ def whole_at_once(group: dist.ProcessGroup, config: Config) -> tuple[set[int], i
 
 
 @pytest.mark.parametrize("tie", ["0", "1"])
-def test_naive_holds_one_layer_at_a_time_forward_and_again_backward(ranks: Ranks, tie: str) -> None:
+def test_zero3_blocking_gathers_one_layer_at_a_time(ranks: Ranks, tie: str) -> None:
     config = config_of(2, LAB_TIE=tie)
     num_inner = sum(len(list(layer.children())) for layer in outline(config).layers) - 1  # positions are only looked up
     assert ranks(2, whole_at_once, config) == [({1}, 2 * num_inner, 0)] * 2

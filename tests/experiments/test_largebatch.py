@@ -54,7 +54,7 @@ def refused(config: Config) -> list[str]:
     ],
     ids=["uneven", "alone"],
 )
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "largebatch"} | settings))
     assert failed(run) == set()
     steps = int(settings.get("LAB_STEPS", 4))
@@ -86,7 +86,7 @@ def test_every_k_sees_the_same_samples_once(model: str) -> None:
         assert sum(part.targets.numel() * part.share for part in dealt) == pytest.approx(1)
 
 
-def test_a_text_is_judged_by_samples_that_it_is_not_trained_on(tmp_path: Path) -> None:
+def test_a_text_is_evaluated_on_held_out_samples(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("0123456789")  # windows of 3 and the next: 0 to 3, 3 to 6, 6 to 9
     settings = {"LAB_MODEL": "gpt", "LAB_TEXT": str(tmp_path / "text"), "LAB_SEQ": "3"}
     stream = Stream(config_of(3, **settings), 1, 4, torch.device("cpu"), torch.float32)
@@ -125,7 +125,7 @@ def test_small_steps_add_up_and_wrong_rates_do_not(ranks: Ranks, model: str, dep
 
 
 @pytest.mark.parametrize("rate", ["1", "20"])
-def test_the_proof_holds_whatever_the_rate_of_the_sweep(ranks: Ranks, tmp_path: Path, rate: str) -> None:
+def test_the_proof_passes_at_any_sweep_rate(ranks: Ranks, tmp_path: Path, rate: str) -> None:
     """A step that overshoots would make rounding errors grow, of which the code is not to blame: 1.1e-8 with a rate of
     1."""
     settings = {"RUN_MODE": "largebatch", "LAB_MODEL": "mlp", "LAB_LR": rate}
@@ -135,9 +135,7 @@ def test_the_proof_holds_whatever_the_rate_of_the_sweep(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("rate", ["0.001", "20"])
-def test_a_rate_that_is_not_scaled_is_seen_whatever_the_rate_of_the_sweep(
-    ranks: Ranks, tmp_path: Path, rate: str
-) -> None:
+def test_an_unscaled_rate_fails_at_any_sweep_rate(ranks: Ranks, tmp_path: Path, rate: str) -> None:
     settings = {"LAB_MODEL": "mlp", "LAB_BUG": "lr_unscaled", "LAB_VARIANT": "linear", "LAB_LR": rate}
     run, _ = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "largebatch"} | settings))
     assert failed(run) - {"trained weights"} == {"learning rate", "weights"}
@@ -145,7 +143,7 @@ def test_a_rate_that_is_not_scaled_is_seen_whatever_the_rate_of_the_sweep(
     assert max(measured) == pytest.approx(1 - 1 / K)
 
 
-def test_the_breakdown_is_the_first_k_that_is_twice_as_bad_or_learns_nothing() -> None:
+def test_breakdown_is_the_first_k_that_fails_to_learn() -> None:
     assert break_down({1: 1.0, 2: 1.9, 4: 2.1, 8: 1.0}, untrained=5.0) == "k = 4"
     assert break_down({1: 1.0, 2: 1.2}, untrained=5.0) == "none up to 2"
     assert break_down({1: 1.0, 2: math.nan}, untrained=5.0) == "k = 2"
@@ -169,18 +167,18 @@ def test_the_breakdown_is_the_first_k_that_is_twice_as_bad_or_learns_nothing() -
         ({"LAB_VARIANT": "sqrt"}, "is not a variant of largebatch any more: lamb scales by the root of k"),
     ],
 )
-def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str], words: str) -> None:
     (sentence,) = refused(config_of(3, **settings))
     assert words in sentence
 
 
-def test_a_rate_is_no_fault_of_a_variant_that_does_not_exist() -> None:
+def test_unknown_variants_cause_no_error_about_rates() -> None:
     """That is told elsewhere."""
     assert MODE.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="liner")) == []
     assert MODE.refuse(config_of(3, LAB_LR="0.1", LAB_VARIANT="lars,linear")) == []
 
 
-def test_the_lesson_gives_the_base_rate_that_it_takes() -> None:
+def test_the_lesson_states_its_base_rate() -> None:
     assert f"LAB_LR is SGD's base rate; unset: {base_rate(config_of()):g}." in load("largebatch").idea
 
 
@@ -330,17 +328,17 @@ def seen(ranks: Ranks, folder: Path, fault: str, variant: str, model: str = "mlp
         ("warm-up a step early", "lars"),
     ],
 )
-def test_a_term_that_is_missing_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+def test_a_missing_term_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
     assert "weights" in seen(ranks, tmp_path, fault, variant)
 
 
 @pytest.mark.parametrize(("fault", "variant"), [("no bound", "lamb"), ("zero moves at no rate", "lars")])
-def test_a_corner_that_is_wrong_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+def test_a_wrong_edge_case_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
     assert "layers" in seen(ranks, tmp_path, fault, variant)
 
 
 @pytest.mark.parametrize("variant", ["lars", "lamb"])
-def test_norms_of_a_rank_alone_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+def test_local_norms_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     assert seen(ranks, tmp_path, "norms of a rank's own", variant) == {"global norms"}
 
 
@@ -348,7 +346,7 @@ def test_samples_of_another_step_fail_the_run(ranks: Ranks, tmp_path: Path) -> N
     assert "gradients" in seen(ranks, tmp_path, "always the first samples", "linear")
 
 
-def test_a_gradient_that_is_no_mean_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_summed_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert {"gradients", "k steps of η against one of kη"} <= seen(ranks, tmp_path, "a sum and no mean", "linear")
 
 
@@ -357,14 +355,14 @@ def test_a_sweep_on_one_batch_fails_the_run(ranks: Ranks, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("fault", "variant"), [("moments forgotten", "lars,lamb"), ("twice the step", "linear")])
-def test_a_sweep_that_forgets_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
+def test_a_sweep_with_wrong_updates_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str) -> None:
     assert seen(ranks, tmp_path, fault, variant) == {"trained weights"}
 
 
-def test_a_sweep_that_parts_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_sweep_with_differing_replicas_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "replicas" in seen(ranks, tmp_path, "replicas apart", "linear")
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_a_sweep_that_judges_by_what_it_trained_fails_the_run(ranks: Ranks, tmp_path: Path, model: str) -> None:
+def test_a_sweep_evaluated_on_training_samples_fails_the_run(ranks: Ranks, tmp_path: Path, model: str) -> None:
     assert "held out" in seen(ranks, tmp_path, "held out and trained on", "linear", model)

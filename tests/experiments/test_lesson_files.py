@@ -31,7 +31,7 @@ def source(mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", LESSONS)
-def test_it_is_a_page_of_torch_alone(mode: str) -> None:
+def test_a_lesson_is_short_and_imports_only_torch(mode: str) -> None:
     assert len(source(mode).splitlines()) <= MOST_LINES.get(mode, 80)
     named = [node for node in ast.walk(ast.parse(source(mode))) if isinstance(node, ast.Import | ast.ImportFrom)]
     tops = {
@@ -43,7 +43,7 @@ def test_it_is_a_page_of_torch_alone(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", LESSONS)
-def test_a_copy_runs_alone(mode: str, tmp_path: Path) -> None:
+def test_a_copied_lesson_runs_under_torchrun(mode: str, tmp_path: Path) -> None:
     copy, ranks = tmp_path / "lesson.py", LEAST_RANKS.get(mode, 2)
     copy.write_text(source(mode))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), copy.name]
@@ -55,7 +55,7 @@ def test_a_copy_runs_alone(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", LESSONS)
-def test_it_is_a_variant_that_is_proven_and_measured(ranks: Ranks, mode: str, tmp_path: Path) -> None:
+def test_a_lesson_passes_as_the_variant_plain(ranks: Ranks, mode: str, tmp_path: Path) -> None:
     run, _ = run_experiment(ranks, LEAST_RANKS.get(mode, 2), tmp_path, **whole(mode), LAB_VARIANT="plain")
     assert failed(run) == set()
 
@@ -69,7 +69,7 @@ def demo(group: dist.ProcessGroup, text: str) -> float:
 
 
 @pytest.mark.parametrize(("mode", "bug"), DIFFS)
-def test_a_bug_that_is_one_line_of_it_makes_it_wrong(ranks: Ranks, mode: str, bug: str) -> None:
+def test_a_bug_of_one_line_breaks_the_lesson(ranks: Ranks, mode: str, bug: str) -> None:
     right, wrong = load(mode).in_lesson[bug]
     assert source(mode).count(right) == 1
     num_ranks = max(3, LEAST_RANKS.get(mode, 0))

@@ -77,7 +77,7 @@ def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) 
 KEPT = ("1f1b", "zero3")
 
 
-def test_a_checkpoint_of_one_product_is_read_by_another_and_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_can_be_read_with_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
     for step, mesh in enumerate(("dp2,cp2,tp2", "pp2,dp2", "tp2,cp2")):
         size = math.prod(int(each[2:]) for each in mesh.split(","))
         found, *_ = ranks(size, going_on, config_of(size, mesh, LAB_DEPTH="3", **TUNED), step, tmp_path)
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_one_product_is_read_by_another_and_back(ranks: Ranks, t
 # --- what is held ---
 
 
-def test_every_parameter_has_a_place_and_every_element_one_owner() -> None:
+def test_every_element_has_one_owner() -> None:
     config = config_of(6, "pp2,tp3", LAB_TIE="1")
     sizes = sizes_of("pp2,tp3", 6)
     total = 0
@@ -105,7 +105,7 @@ def test_the_last_axis_is_the_innermost() -> None:
     assert [at(rank, sizes)["tp"] for rank in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_replicas_are_counted_in_the_order_of_the_grid() -> None:
+def test_replica_numbers_follow_the_order_of_axes() -> None:
     config, sizes = config_of(8, "dp2,tp2,cp2"), {"dp": 2, "tp": 2, "cp": 2, "pp": 1}
     ranks = [Rank(config, sizes, rank, HOW["zero3"]) for rank in range(8)]
     assert [rank.replica for rank in ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
@@ -139,7 +139,7 @@ def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
     assert lab.claims == {f"called bytes over {axis}": not swapped for axis in ("dp", "tp")}
 
 
-def test_gradients_of_ranks_with_other_positions_go_over_both_axes() -> None:
+def test_gradients_are_summed_over_dp_and_cp() -> None:
     config = config_of(4, "dp2,cp2")
     costs = by_axis(Rank(config, {"dp": 2, "cp": 2, "tp": 1, "pp": 1}, 0, HOW["1f1b"]))
     assert set(costs) == {"dp", "cp", "dp_cp"}
@@ -152,7 +152,7 @@ def test_gradients_of_ranks_with_other_positions_go_over_both_axes() -> None:
 @pytest.mark.parametrize(
     ("world_size", "sizes"), [(1, (1, 1, 1, 1)), (2, (1, 2, 1, 1)), (6, (1, 3, 1, 2)), (8, (2, 2, 1, 2))]
 )
-def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]) -> None:
+def test_the_default_mesh_fits_the_world_size(world_size: int, sizes: tuple[int, ...]) -> None:
     assert tuple(default(world_size).values()) == sizes  # pp, dp, cp, tp
     assert math.prod(sizes) == world_size
 
@@ -175,13 +175,13 @@ def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]
         ("dp2 tp4", "is no mesh"),
     ],
 )
-def test_what_is_no_grid_is_refused_in_a_sentence(mesh: str, fault: str) -> None:
+def test_an_invalid_mesh_is_refused_in_one_sentence(mesh: str, fault: str) -> None:
     found = misfit(mesh, 8)
     assert len(found) == bool(fault)
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
 
 
-def test_what_cannot_run_says_why() -> None:
+def test_impossible_variants_have_a_reason() -> None:
     reasons = MODE.cannot(config_of(2, "dp2"))
     assert "a tp of 2 or more" in reasons["sequence"]
     assert "a cp of 2 or more" in reasons["ulysses"]

@@ -70,7 +70,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone", "three axes"])
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, records = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "moe", "LAB_STEPS": "3"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
@@ -91,7 +91,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     assert all(len(table.rows) == world_size for table in tables)
 
 
-def test_what_is_dropped_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_dropped_tokens_are_reported(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"LAB_MODEL": "mlp", "LAB_CAPACITY": "0.5", "LAB_EXPERTS": "4", "LAB_VARIANT": "ep"}
     _, records = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "moe"} | settings))
     details = [check.detail for _, check in select(records, Check) if check.name == "capacity"]
@@ -101,7 +101,7 @@ def test_what_is_dropped_is_told(ranks: Ranks, tmp_path: Path) -> None:
     assert asked / 2 <= dropped < asked
 
 
-def test_the_proof_is_of_steps_that_drop_tokens(ranks: Ranks) -> None:
+def test_the_proof_covers_steps_that_drop_tokens(ranks: Ranks) -> None:
     admitted, wanted = ranks(2, routed_of, config_of(2, LAB_CAPACITY="0.5", LAB_MODEL="mlp"))[0]
     assert admitted < wanted
 
@@ -127,7 +127,7 @@ def batches_of(config: Config) -> Batches:
 # --- what is claimed ---
 
 
-def test_what_travels_is_what_others_hold() -> None:
+def test_only_rows_for_other_ranks_are_sent() -> None:
     """Rows [n][E] of three ranks; ep on them has experts 0 and 1, 2, 3."""
     admitted = [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 9]]
     placement = Placement.spread(4, 8, ep=3)
@@ -138,7 +138,7 @@ def test_what_travels_is_what_others_hold() -> None:
     assert rows_of(Placement.spread(4, 8, copies=3), Routed([], admitted, 0)) == [10, 26, 9]
 
 
-def test_predictions_are_those_of_the_formulas() -> None:
+def test_predictions_equal_the_formulas() -> None:
     config = config_of(4, LAB_DEPTH="1", LAB_MODEL="mlp", LAB_EXPERTS="4", LAB_TOP_K="1", LAB_BATCH="16")
     mixed, ranks = mixing(config), 4
     found = {(each.variant, each.name): each for each in predict(config, mixed)}
@@ -159,7 +159,7 @@ def test_predictions_are_those_of_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_parameters_are_foretold_as_they_are(name: str) -> None:
+def test_predicted_parameters_equal_the_models(name: str) -> None:
     config = config_of(2, LAB_MODEL=name, LAB_EXPERTS="5")
     found = MODE.model(config, 1).num_parameters()
     assert outline(config).num_parameters() + MODE.more_parameters(config) == found
@@ -167,7 +167,7 @@ def test_parameters_are_foretold_as_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "divisor"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4)])
-def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
+def test_two_axes_split_the_number_of_ranks(number: int, divisor: int) -> None:
     assert proper_divisor(number) == divisor
     for name, placement in placements(config_of(number), mixing(config_of(number))).items():
         assert placement.ranks_of_a_copy * placement.copies == number, name
@@ -176,7 +176,7 @@ def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
 @pytest.mark.parametrize(
     ("mesh", "variant"), [("dp2,ep4", "ep_dp"), ("ep2,tp4", "ep_tp"), ("dp2,ep2,tp2", "ep_dp_tp"), ("ep8", "ep")]
 )
-def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: str) -> None:
+def test_lab_mesh_sets_the_grid_of_the_matching_variant(mesh: str, variant: str) -> None:
     config = config_of(8, LAB_MESH=mesh)
     sizes = {each[:2]: int(each[2:]) for each in mesh.split(",")}
     assert grids(config)[variant] == {"dp": 1, "ep": 1, "tp": 1} | sizes
@@ -199,7 +199,7 @@ def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: s
         ("2,4", "is no grid of experts"),
     ],
 )
-def test_what_is_no_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
+def test_an_invalid_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
     found = misfit(mesh, 8)
     assert len(found) == bool(fault)
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
@@ -219,7 +219,7 @@ def claims_of(routed: Routed, **settings: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("taken", "off"), [([[4, 0], [1, 3]], 0), ([[3, 0], [1, 3]], 1), ([[4, 0], [3, 3]], 2)])
-def test_an_expert_that_takes_another_number_is_seen(taken: list[list[int]], off: int) -> None:
+def test_a_wrong_number_of_admitted_rows_fails(taken: list[list[int]], off: int) -> None:
     """Eight tokens of mlp choose one of two experts, five of them the first, which has ceil(1.25·8/2) = 5 places."""
     routed = Routed([[[4, 0]], [[1, 3]]], taken, 5)
     capacity, choices = claims_of(routed, **SETTINGS)
@@ -228,7 +228,7 @@ def test_an_expert_that_takes_another_number_is_seen(taken: list[list[int]], off
 
 
 @pytest.mark.parametrize(("asked", "dropped", "off"), [(8, 1, 0), (9, 1, 2), (7, 1, 2), (8, 0, 1), (9, 2, 1)])
-def test_choices_that_are_counted_wrong_fail(asked: int, dropped: int, off: int) -> None:
+def test_wrong_counts_of_choices_fail(asked: int, dropped: int, off: int) -> None:
     """Eight tokens choose one expert each, and seven are taken: one that is dropped is a choice once."""
     notes = {"layers.0.mlp": [Routed([[[4, 0]], [[1, 3]]], [[3, 0], [1, 3]], 5)]}
     claims: list[Any] = []
@@ -250,7 +250,7 @@ def test_the_busiest_rank_sets_the_pace() -> None:
     ]
 
 
-def test_each_experts_tokens_are_drawn_as_they_were_routed() -> None:
+def test_the_charts_show_the_tokens_of_each_expert() -> None:
     """Two ranks, two choices of each token, two experts of which the first has three places."""
     routed = Routed([[[2, 0], [0, 2]], [[2, 1], [1, 2]]], [[2, 2], [1, 3]], 3)
     charts: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def test_each_experts_tokens_are_drawn_as_they_were_routed() -> None:
     assert by_whom == {"rank 0": [[0, 1], [2, 2]], "rank 1": [[0, 1], [3, 3]]}
 
 
-def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_sleep_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     rows = torch.ones(3, 2, requires_grad=True)
@@ -291,7 +291,7 @@ def test_a_step_is_paced_by_each_layers_busiest_rank() -> None:
     assert len(claims) == 1
 
 
-def test_notes_of_the_timed_steps_are_told_from_the_others() -> None:
+def test_routes_of_timed_steps_are_kept_apart() -> None:
     routes = Routes()
     strategy = SimpleNamespace(model=SimpleNamespace(mixtures={"layers.0.mlp": SimpleNamespace(seen=None)}))
     ((variant,),) = [[each for each in MODE.variants if each.name == "ep"]]
@@ -315,7 +315,7 @@ def test_tokens_are_bytes_of_text_or_samples() -> None:
     assert tokens_of(config_of(2, LAB_MODEL="mlp", LAB_MICROBATCHES="3")) == [6, 5, 5]
 
 
-def test_what_stays_is_computed_where_it_is() -> None:
+def test_no_dispatch_keeps_rows_on_their_rank() -> None:
     stays = NoDispatch(1)
     assert stays.send_order([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
     assert stays("rows", [[1, 2], [0, 3]], lambda *given: given) == ("rows", [0, 3])  # type: ignore[arg-type]
@@ -331,17 +331,17 @@ def test_balance_is_a_loss_or_nothing() -> None:
     ("tokens", "top_k", "experts", "factor", "places"),
     [(1024, 2, 8, 1.25, 320), (1024, 1, 8, 1.0, 128), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0, 11)],
 )
-def test_places(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
+def test_capacity_per_expert(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
     assert expert_places(tokens, top_k, experts, factor) == places
 
 
-def test_a_row_goes_there_and_back_twice() -> None:
+def test_row_bytes_cover_forward_and_backward() -> None:
     """One that leaves: itself, and backward the gradient of what came back; one that comes: the other two."""
     assert row_bytes(1, 0, 5) == row_bytes(0, 1, 5) == 2 * 5 * 4
     assert row_bytes(3, 4, 5, itemsize=8) == 14 * 5 * 8
 
 
-def test_even_rows_are_rows_that_all_ranks_give_alike() -> None:
+def test_even_rows_are_equal_on_all_ranks() -> None:
     """64 tokens on 4 ranks choose 2 of 8 experts: 8 rows from each rank to each."""
     assert even_row_bytes(4, 64, 2, 5) == row_bytes(3 * 8, 3 * 8, 5)
     assert even_row_bytes(1, 64, 2, 5) == 0

@@ -79,7 +79,7 @@ BUCKETS = {"1.w": 7, "1.b": 7, "0.w": 8, "0.b": 8}
     ],
     ids=["at_once", "after", "late", "too_soon", "in_turn"],
 )
-def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely: int) -> None:
+def test_dp_early_and_late_bucket_launches_are_counted(events: list[Event], early: int, untimely: int) -> None:
     order = made_up(events, BUCKETS)
     assert checks.early(order) == early
     assert len(order.untimely(order.launches(*checks.SENDS))) == untimely
@@ -93,12 +93,12 @@ def test_dp_when_buckets_are_launched(events: list[Event], early: int, untimely:
         ([*WRITTEN[2:], *WRITTEN[:2], FIRST, LAST, OVER], 0),  # the first layer's, which nobody could send before
     ],
 )
-def test_dp_buckets_that_wait_for_the_first_layer_are_seen(events: list[Event], most: int) -> None:
+def test_dp_bytes_waiting_for_the_first_layer_are_counted(events: list[Event], most: int) -> None:
     """A weight comes before its bias, which is registered behind it: of the last layer 8 and 2 B."""
     assert checks.waiting(made_up(events, BUCKETS), {"0.w": 4, "0.b": 1, "1.w": 8, "1.b": 2}) == most
 
 
-def test_dp_sizes_of_gradients_are_those_of_the_model() -> None:
+def test_dp_gradient_sizes_equal_the_models() -> None:
     config = Config.read({"RUN_MODE": "dp", "LAB_TIE": "1", "LAB_DEPTH": "1", "LAB_WIDTH": "16", "LAB_HEADS": "2"})
     sizes = checks.gradient_sizes(config)
     assert list(sizes)[:2] == ["0.token.weight", "0.position.weight"]
@@ -117,7 +117,7 @@ def of_rank(actions: list[schedules.Action], ranks: int) -> list[Pass]:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_pp_our_schedules_keep_the_rules_of_the_papers(ranks: int, microbatches: int) -> None:
+def test_pp_schedules_follow_the_rules_of_the_papers(ranks: int, microbatches: int) -> None:
     made = {
         ("gpipe", 1): schedules.gpipe(ranks, microbatches),
         ("1f1b", 1): schedules.one_forward_one_backward(ranks, microbatches),
@@ -140,7 +140,7 @@ def swapped(done: list[Pass], one: int, other: int) -> list[Pass]:
     return done
 
 
-def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
+def test_pp_every_broken_rule_is_detected() -> None:
     ranks, many = 3, 6
     right = of_rank(schedules.one_forward_one_backward(ranks, many)[1], ranks)
     split = of_rank(schedules.split_backwards(schedules.one_forward_one_backward(ranks, many)[1]), ranks)
@@ -181,7 +181,7 @@ def test_pp_every_rule_is_seen_when_it_is_broken() -> None:
     assert broken_rules("interleaved", other_way, 1, ranks, many, 2) != []
 
 
-def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_left() -> None:
+def test_pp_split_backward_passes_are_recognized() -> None:
     def run(kind: str, *events: Event) -> list[Event]:
         return [Event("begin", kind, "0"), *events, Event("end", kind, "0")]
 
@@ -195,7 +195,7 @@ def test_pp_parts_of_a_backward_pass_are_known_by_their_layers_and_hold_what_is_
     assert most_saved([*done[:3], Pass("forward", 0, 1)], dict.fromkeys([(0, 0), (1, 0), (0, 1)], Saved(30, 4))) == 64
 
 
-def test_pp_a_weight_pass_that_shows_nothing_is_that_of_a_chunk_without_a_linear_layer() -> None:
+def test_pp_silent_weight_passes_are_assigned_to_chunks() -> None:
     seen = Pass("weight", 1, 0)
     assert assign_weight_passes([seen, Pass("weight", -1, 0)], 2) == [seen, Pass("weight", 0, 0)]
     unseen = [Pass("weight", -1, 0)] * 2
@@ -207,7 +207,7 @@ def test_pp_a_weight_pass_that_shows_nothing_is_that_of_a_chunk_without_a_linear
     assert assign_weight_passes([Pass("input", -1, 0)], 1) == [Pass("input", -1, 0)]
 
 
-def test_pp_passes_are_known_by_their_layers() -> None:
+def test_pp_passes_are_recognized_by_their_layers() -> None:
     def forward(microbatch: str, *layers: str) -> list[Event]:
         ran = [Event("begin", "layer", layer) for layer in layers]
         return [Event("begin", "forward", microbatch), *ran, Event("end", "forward", microbatch)]
@@ -234,7 +234,7 @@ def through(forward: Sequence[Sequence[str]], backward: Sequence[str]) -> Order:
     return made_up([*events, Event("begin", "backward", "0"), *map(call, backward), OVER])
 
 
-def test_tp_a_collective_in_the_wrong_place_is_named() -> None:
+def test_tp_misplaced_collectives_are_named() -> None:
     config = config_of("tp", LAB_DEPTH="1")
     block = (GATHER, SCATTER, GATHER, SCATTER)
     back = (SCATTER, *block, GATHER)
@@ -282,7 +282,7 @@ def gathered(ahead: int, *, last: int = 4) -> Order:
     return made_up(events, weights=WEIGHTS)
 
 
-def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
+def test_fsdp_weights_gathered_too_early_or_long_are_named() -> None:
     config = config_of("fsdp", LAB_DEPTH="3")
     assert sharded.wrongly_gathered("zero3", gathered(1), config, reshard=True) == []
     assert sharded.most_gathered(gathered(1)) == sharded.allowed_gathered("zero3", config, reshard=True) == 2
@@ -300,7 +300,7 @@ def test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named() -> None:
     )
 
 
-def test_fsdp_sums_that_wait_are_named() -> None:
+def test_fsdp_late_gradient_sums_are_named() -> None:
     config = config_of("fsdp", LAB_DEPTH="3")
     names = [f"{layer}.{name}" for layer in range(4, -1, -1) for name in "wb"]
     begin = Event("begin", "backward", "0")
@@ -348,7 +348,7 @@ def retaining(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -
 
 
 @pytest.mark.timeout(120)
-def test_dp_graphs_that_are_kept_show_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+def test_dp_retained_graphs_fail_the_peak(ranks: Ranks, tmp_path: Path) -> None:
     settings = TINY | {"RUN_MODE": "dp", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": "flat"}
     settings |= {"LAB_MODEL": "mlp", "LAB_MICROBATCHES": "4", "LAB_STEPS": "1", "LAB_PROOF": "0"}
     lines = ranks(2, retaining, settings, str(tmp_path))
@@ -357,7 +357,7 @@ def test_dp_graphs_that_are_kept_show_in_the_peak(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.timeout(120)
-def test_fsdp_gradients_that_wait_show_in_the_peak(ranks: Ranks, tmp_path: Path) -> None:
+def test_fsdp_late_sums_fail_the_peak(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "fsdp", "LAB_VARIANT": "zero2", "LAB_BUG": "late_sums", "LAB_PROOF": "0", "LAB_STEPS": "1"}
     settings |= {"LAB_BATCH": "2", "LAB_MODEL": "mlp", "LAB_WIDTH": "32"}
     run, _ = run_experiment(ranks, 2, tmp_path, **settings)
@@ -372,7 +372,7 @@ def keeping(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", ["dp", "fsdp"])
-def test_layers_that_keep_what_they_compute_again_are_seen(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+def test_missing_recomputation_fails_the_run(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     variant = {"dp": "flat", "fsdp": "zero2"}[mode]
     settings = TINY | {"RUN_MODE": mode, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LAB_VARIANT": variant}
     settings |= {"LAB_RECOMPUTE": "1", "LAB_STEPS": "1", "LAB_PROOF": "0", "LAB_DEPTH": "3"}
@@ -381,6 +381,6 @@ def test_layers_that_keep_what_they_compute_again_are_seen(ranks: Ranks, tmp_pat
     assert failed(run) == {"recomputed peak", "computed again"}
 
 
-def test_dp_alone_sends_nothing_and_lets_nothing_wait(ranks: Ranks, tmp_path: Path) -> None:
+def test_dp_on_one_rank_passes(ranks: Ranks, tmp_path: Path) -> None:
     run, _ = run_experiment(ranks, 1, tmp_path, RUN_MODE="dp", LAB_VARIANT="bucketed,ring", LAB_BUCKET_MIB="0.001")
     assert not failed(run)

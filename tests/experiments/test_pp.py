@@ -48,7 +48,7 @@ def tied(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
     return weights
 
 
-def test_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
+def test_tied_weights_stay_bitwise_equal(ranks: Ranks) -> None:
     first, middle, last = ranks(3, tied, config_of(3, LAB_TIE="1", LAB_CLIP="0.05", LAB_OPTIMIZER="adamw"))
     assert middle == [None] * 7
     assert last.pop(-2) is None  # folded stages have both ends of the model on the first rank, and one copy
@@ -74,7 +74,7 @@ def first_gradient(group: dist.ProcessGroup, config: Config) -> Tensor:
 # --- what is sent, held and slept ---
 
 
-def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
+def test_torchs_pipeline_sends_the_predicted_bytes(ranks: Ranks) -> None:
     config = config_of(3, LAB_DTYPE="float64")
     predicted = {claim.variant: claim for claim in MODE.predict(config) if claim.name == "wire bytes"}
     for rank, found in enumerate(ranks(3, counted, config, ("torch_1f1b",))):
@@ -84,7 +84,7 @@ def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
             assert predicted[name].shown
 
 
-def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> None:
+def test_microbatches_in_flight_follow_the_schedule(ranks: Ranks) -> None:
     found = ranks(4, counted, config_of(4, LAB_MICROBATCHES="9"), OURS)
     assert [of_rank["1f1b"].in_flight for of_rank in found] == [4, 3, 2, 1]
     assert [of_rank["gpipe"].in_flight for of_rank in found] == [9] * 4
@@ -108,7 +108,7 @@ def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
     return found
 
 
-def test_every_variant_pretends_the_same_compute(ranks: Ranks) -> None:
+def test_every_variant_sleeps_equally_long(ranks: Ranks) -> None:
     config = config_of(2, LAB_SLEEP_MS="10")
     for found in ranks(2, slept, config):
         for name, sleeps in found.items():
@@ -136,7 +136,7 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "torch_1f1b"])
-def test_a_rank_keeps_its_stages_alone_and_nothing_when_they_go(ranks: Ranks, name: str) -> None:
+def test_a_rank_keeps_only_its_own_stages(ranks: Ranks, name: str) -> None:
     (dense, first, gone), (_, second, also_gone) = ranks(2, left_alive, config_of(2), name)
     assert first + second == dense
     assert gone == also_gone == 0
@@ -145,7 +145,7 @@ def test_a_rank_keeps_its_stages_alone_and_nothing_when_they_go(ranks: Ranks, na
 # --- what is claimed ---
 
 
-def test_predictions_are_those_of_the_papers() -> None:
+def test_predictions_equal_the_papers_formulas() -> None:
     predicted = {(claim.variant, claim.name): claim for claim in MODE.predict(config_of(4, LAB_MICROBATCHES="8"))}
     passed = 16 * 5 * 6 * 4  # B x S x D x 4 bytes
     assert predicted["1f1b", "wire bytes"].value == (passed, 2 * passed, 2 * passed, passed)
@@ -172,7 +172,7 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     assert set(MODE.cannot(config)) == {"interleaved", "zbv", "dualpipev", *TORCHS}
 
 
-def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_sleeps_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     for rank in ("0", "1"):
@@ -197,12 +197,12 @@ def batch_kept(step: Any) -> Any:
 FAULTS: dict[str, tuple[Any, str, Any]] = {"left of a step": (Pipeline, "step", batch_kept)}
 
 
-def test_what_a_step_leaves_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_tensors_left_by_a_step_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "6", "LAB_STEPS": "1", "LAB_PROOF": "0"}
     assert "left of a step" in failed_with(ranks, tmp_path, __name__, "left of a step", **settings)
 
 
-def test_what_a_stage_keeps_counts_a_tied_weight_once() -> None:
+def test_stored_bytes_count_a_tied_weight_once() -> None:
     config = config_of(1, LAB_TIE="1", LAB_OPTIMIZER="sgd")
     assert stored_bytes(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
     assert stored_bytes(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == stored_bytes(

@@ -36,7 +36,7 @@ def config_of(world_size: int = 3, **settings: str) -> Config:
     ],
     ids=["alone", "adamw"],
 )  # fmt: skip
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
@@ -57,7 +57,7 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
 
 
 @pytest.mark.parametrize(("model", "sizes"), [("line", "line"), ("mlp", "width 16, depth 2")])
-def test_a_run_states_the_sizes_that_its_model_has(ranks: Ranks, tmp_path: Path, model: str, sizes: str) -> None:
+def test_a_run_prints_the_sizes_of_its_model(ranks: Ranks, tmp_path: Path, model: str, sizes: str) -> None:
     """The line has neither a width nor a depth, whatever is set."""
     settings = {"LAB_MODEL": model, "LAB_VARIANT": "bf16", "LAB_PROOF": "0", "LAB_STEPS": "1"}
     _, by_rank = run_experiment(ranks, 1, tmp_path, **({"RUN_MODE": "precision"} | settings))
@@ -65,7 +65,7 @@ def test_a_run_states_the_sizes_that_its_model_has(ranks: Ranks, tmp_path: Path,
     assert said.startswith(f"{sizes}: 2 + 2 bytes")
 
 
-def test_bytes_at_rest() -> None:
+def test_stored_bytes_per_parameter() -> None:
     sizes, adam = outline(config_of()).sizes, config_of(LAB_OPTIMIZER="adamw")
     wanted = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16_scaled": 4, "bf16_master": 8, "autocast": 8, "plain": 8}
     assert {name: at_rest(config_of(), name).value[0] / sum(sizes) for name in MODE.names} == wanted
@@ -99,7 +99,7 @@ def overflowed(group: dist.ProcessGroup) -> list[Any]:
     return [unmoved, strategy.scale, strategy.loss_scale.good_steps]
 
 
-def test_all_ranks_skip_where_one_overflows(ranks: Ranks) -> None:
+def test_all_ranks_skip_if_one_overflows(ranks: Ranks) -> None:
     assert ranks(3, overflowed) == [[True, 32768.0, 0]] * 3
 
 
@@ -118,7 +118,7 @@ def left_out(group: dist.ProcessGroup) -> list[float]:
     return [epsilons(each, wanted, torch.bfloat16) for each in found]
 
 
-def test_the_tolerance_of_16_bits_sees_a_sample_that_is_left_out(ranks: Ranks) -> None:
+def test_a_missing_sample_exceeds_the_16_bit_tolerance(ranks: Ranks) -> None:
     for as_it_is, forgotten in ranks(3, left_out):
         assert as_it_is < EXACT / 4
         assert forgotten > EXACT
@@ -146,7 +146,7 @@ def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
     ],
 )
-def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse(config_of(3, **settings), MODE)
     (sentence,) = refused.value.faults
@@ -261,25 +261,25 @@ def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
 
 
 @pytest.mark.parametrize("fault", ["never halved", "never grown", "good steps kept", "begun small"])
-def test_a_scale_that_breaks_the_rule_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+def test_a_wrong_loss_scale_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     assert "loss scale" in seen(ranks, tmp_path, fault, "fp16_scaled")
 
 
 @pytest.mark.parametrize("fault", ["a step with inf taken", "one gradient looked at", "no step taken"])
-def test_a_step_that_should_be_skipped_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+def test_wrong_skipping_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     assert "skipped" in seen(ranks, tmp_path, fault, "fp16_scaled")
 
 
-def test_masters_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_master_weights_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "bf16_master")
     assert {"update", "weights"} <= seen(ranks, tmp_path, "masters not copied back", "fp16_scaled")
     assert "first masters" in seen(ranks, tmp_path, "masters of rounded weights", "bf16_master")
 
 
-def test_a_scale_that_stays_in_gradients_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_wrongly_unscaled_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert "given" in seen(ranks, tmp_path, "scale divided out twice over", "fp16_scaled")
 
 
-def test_gradients_that_are_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     assert {"gradients", "float64 gradients"} <= seen(ranks, tmp_path, "half of a rank", "bf16_master")
     assert "unscaled" in seen(ranks, tmp_path, "a scale that rounds", "fp16_scaled")

@@ -117,7 +117,7 @@ def label(value: Any) -> str | None:
 
 
 @pytest.mark.parametrize("case", PROVEN, ids=label)
-def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
+def test_n_ranks_equal_one_process(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     found = ranks(case.world_size, differences, config, case.names)
     if case.mode == "mesh" or case.names == TORCHS_PIPES:
@@ -128,7 +128,7 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
             assert max(worst.values()) <= TOLERANCE, (name, worst)
 
 
-def test_most_variants_can_at_most_sizes() -> None:
+def test_most_variants_run_at_most_sizes() -> None:
     """Those that a proof leaves out are out for a reason."""
     assert [size for size in range(1, 9) if "dtensor" in able(config_of("tp", size))] == [1, 2, 4, 8]
     pipes = {size: len(able(config_of("pp", size), ours("pp"))) for size in range(1, 9)}
@@ -151,7 +151,7 @@ AMONG = {"no_set_epoch": 2}  # samples repeat where an epoch has few batches
 
 
 @pytest.mark.parametrize(("mode", "bug"), WRONG)
-def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, mode: str, bug: str) -> None:
+def test_each_bug_fails_only_its_variants(ranks: Ranks, mode: str, bug: str) -> None:
     world_size = AMONG.get(bug, 3)
     config = config_of(mode, world_size, LAB_BUG=bug, **SHOWS.get(mode, {}))
     found = ranks(world_size, differences, config, (), 3 if mode == "dp" else 2)
@@ -188,7 +188,7 @@ SENT = [
 
 
 @pytest.mark.parametrize("case", SENT, ids=label)
-def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
+def test_counted_traffic_equals_the_prediction(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     predicted = {
         (each.variant, each.name): each for each in load(case.mode).all_predictions(load(case.mode).predict(config))
@@ -221,13 +221,13 @@ GO_ON = [
 
 
 @pytest.mark.parametrize("case", GO_ON, ids=lambda case: f"{case.mode} {case.names[0]}")
-def test_a_fresh_strategy_goes_on_from_what_another_saved(ranks: Ranks, case: Case) -> None:
+def test_a_new_strategy_resumes_from_saved_state(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     assert ranks(case.world_size, resumed, config, *case.names) == [True] * case.world_size
 
 
 @pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode in ("dp", "tp") for name in load(mode).names])
-def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, mode: str, name: str) -> None:
+def test_a_deleted_variant_leaves_no_memory(ranks: Ranks, mode: str, name: str) -> None:
     assert ranks(2, left_alive, config_of(mode, 2), name) == [0, 0]
 
 
@@ -317,7 +317,7 @@ REFUSED: list[tuple[str, int, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("mode", "world_size", "settings", "words"), REFUSED)
-def test_what_cannot_run_is_refused_in_one_sentence(
+def test_invalid_settings_are_refused_in_one_sentence(
     mode: str, world_size: int, settings: dict[str, str], words: str
 ) -> None:
     assert words in refusal(config_of(mode, world_size, **settings))
@@ -331,7 +331,7 @@ MAY_NOT: dict[str, set[str]] = {  # the variants that defaults may rule out
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
 @pytest.mark.parametrize("mode", MAY_NOT)
-def test_defaults_are_refused_nowhere(mode: str, model: str) -> None:
+def test_default_settings_are_never_refused(mode: str, model: str) -> None:
     for world_size in range(1, 9):
         config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
         refuse(config, load(mode))

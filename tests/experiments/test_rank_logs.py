@@ -77,12 +77,12 @@ def half_a_digit(number: str) -> float:
     return 0.5 * 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
 
 
-def test_every_mode_is_read() -> None:
+def test_every_mode_has_expected_lines() -> None:
     assert sorted(MODES) == sorted(PROMISES) == sorted(modes())
 
 
 @pytest.mark.parametrize("mode", SUMMED)
-def test_numbers_add_up_and_are_the_same_in_all_logs(mode: str, runs: Runs) -> None:
+def test_numbers_add_up_and_agree_between_logs(mode: str, runs: Runs) -> None:
     ran = run_of(runs, mode)
     logs = [number_lines(text_of(ran, rank), rank) for rank in range(WORLD_SIZE)]
     assert all(len(log) >= 1 for log in logs), [text_of(ran, rank) for rank in range(WORLD_SIZE)]
@@ -108,7 +108,7 @@ def messages(text: str, ends: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mode", ["pp", "cp", "moe"])
-def test_what_a_rank_sent_is_what_its_neighbour_got(mode: str, runs: Runs) -> None:
+def test_sent_numbers_equal_the_received_ones(mode: str, runs: Runs) -> None:
     ran, pairs = run_of(runs, mode), 0
     texts = [text_of(ran, rank) for rank in range(WORLD_SIZE)]
     if mode != "pp":  # how many rounds of a pass a log has room for may differ from rank to rank
@@ -122,7 +122,7 @@ def test_what_a_rank_sent_is_what_its_neighbour_got(mode: str, runs: Runs) -> No
     assert pairs >= WORLD_SIZE
 
 
-def test_rounds_of_the_ring_are_the_same_from_both_ends(runs: Runs) -> None:
+def test_ring_rounds_agree_between_neighbours(runs: Runs) -> None:
     ran = run_of(runs, "comm")
     rounds = [
         re.findall(r"I send (chunk \d+, \d+) · I receive (chunk \d+, \d+)", text_of(ran, r)) for r in range(WORLD_SIZE)
@@ -136,7 +136,7 @@ def test_rounds_of_the_ring_are_the_same_from_both_ends(runs: Runs) -> None:
         assert all(int(one) + int(mine) == int(total) for one, mine, total in added)
 
 
-def test_what_is_sent_and_what_is_kept_are_the_gradient(runs: Runs) -> None:
+def test_sent_and_kept_parts_add_up_to_the_gradient(runs: Runs) -> None:
     ran, all_sent = run_of(runs, "compress"), list[float]()
     for rank in range(WORLD_SIZE):
         three = " ".join([f"({NUMBER})"] * 3)
@@ -153,7 +153,7 @@ def test_what_is_sent_and_what_is_kept_are_the_gradient(runs: Runs) -> None:
     assert any(all_sent), "the printed position is one that some rank sent"
 
 
-def test_samples_are_those_of_the_sampler(runs: Runs) -> None:
+def test_logged_samples_equal_the_samplers(runs: Runs) -> None:
     mine = by_hand(0, 1, WORLD_SIZE)[:4]
     log = text_of(run_of(runs, "train"), 1)
     assert str(mine) in log
@@ -198,7 +198,7 @@ def test_a_log_is_printed_again_from_the_records(mode: str, runs: Runs) -> None:
     assert verdict.startswith("PASS ")
 
 
-def test_a_full_log_has_the_step_as_well(runs: Runs) -> None:
+def test_a_full_log_contains_the_step(runs: Runs) -> None:
     ran = run_of(runs, "dp")
     with redirect_stdout(io.StringIO()) as printed:
         report.main([str(ran.folder), "--rank", "1", "--log", "full"])
@@ -206,12 +206,12 @@ def test_a_full_log_has_the_step_as_well(runs: Runs) -> None:
     assert "STEP 0 of `bucketed`" in printed.getvalue()
 
 
-def test_a_rank_that_is_not_there_is_refused(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_is_refused(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([str(run_of(runs, "train").folder), "--log", "3"]) == 2
     assert "--rank 3 has no records here, allowed: 0, 1, 2" in capsys.readouterr().err
 
 
-def test_every_rank_has_the_curve(runs: Runs) -> None:
+def test_every_rank_records_the_loss_curve(runs: Runs) -> None:
     ran = run_of(runs, "dp")
     curves = [
         [each.numbers for each in ran.records[rank] if isinstance(each, records.Losses) and each.variant == "bucketed"]

@@ -171,7 +171,7 @@ IN_THE_SERVER = {"gradients", "losses", "weights"}
 
 
 @pytest.mark.parametrize("model", ["line", "mlp", "gpt"])
-def test_what_is_right_passes_every_check(model: str) -> None:
+def test_a_correct_run_passes_every_check(model: str) -> None:
     assert Run(LAB_MODEL=model).found() == set()
     assert Run(LAB_MODEL=model, LAB_MICROBATCHES="2").found() == set()
 
@@ -189,18 +189,18 @@ def test_what_is_right_passes_every_check(model: str) -> None:
         (Sums, {"losses"}),
     ],
 )
-def test_a_wrong_worker_fails_by_name(kind: type[Worker], seen: set[str]) -> None:
+def test_a_wrong_worker_fails_its_checks(kind: type[Worker], seen: set[str]) -> None:
     assert seen <= Run(kind).found()
 
 
 @pytest.mark.parametrize(
     ("rules", "rate"), [(Forgetful, 1.0), (Eager, 1.0), (ParameterServer, 0.5), (ParameterServer, 2.0)]
 )
-def test_a_wrong_server_fails_by_name(rules: type[ParameterServer], rate: float) -> None:
+def test_a_wrong_server_fails_its_checks(rules: type[ParameterServer], rate: float) -> None:
     assert Run(rules=rules, rate=rate).found() >= IN_THE_SERVER
 
 
-def test_an_update_that_is_changed_on_its_way_fails_by_name() -> None:
+def test_a_changed_update_fails_its_checks() -> None:
     assert Run(rules=Halving).found() >= {"gradients", "weights"}
 
 
@@ -212,7 +212,7 @@ class Generous(ParameterServer):
         return super().start(worker, most)
 
 
-def test_a_server_that_grants_more_than_its_budget_fails_by_name() -> None:
+def test_a_server_that_exceeds_its_budget_is_detected() -> None:
     for rules, wanted in ((ParameterServer, 9), (Generous, 10)):
         server, recorder = rules(torch.zeros(1), [0], lr=LR, budget=9), Recorder([0])
         number = 0
@@ -224,7 +224,7 @@ def test_a_server_that_grants_more_than_its_budget_fails_by_name() -> None:
         assert audit(recorder.seen, [0]).granted == wanted
 
 
-def test_an_update_that_does_not_count_once_fails_by_name() -> None:
+def test_a_lost_or_repeated_update_is_counted() -> None:
     recorder = Recorder(range(2))
     for number in (1, 2):
         recorder.started(0, 1)
@@ -250,14 +250,14 @@ def kept(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> lis
     return one_rank(group, settings, folder, replace(MODE, run=partial(run_server, worker=Keeping)))
 
 
-def test_a_worker_that_keeps_its_own_weights_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_worker_with_different_final_weights_fails(ranks: Ranks, tmp_path: Path) -> None:
     settings = TINY | {"RUN_MODE": "server", "LAB_MODEL": "mlp", "LAB_VARIANT": "downpour", "LAB_PROOF": "0"}
     lines = ranks(2, kept, settings | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"final weights"}
 
 
-def test_another_order_than_the_drawn_one_fails_by_name() -> None:
+def test_a_wrong_order_of_events_fails() -> None:
     run = Run()
     run.order = run.order[::-1]
     assert "order of events" in run.found()
@@ -299,7 +299,7 @@ class Mourning(ParameterServer):
 
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_the_rules_let_start_whom_the_bound_lets(workers: int, staleness: int | None) -> None:
+def test_workers_start_within_the_staleness_bound(workers: int, staleness: int | None) -> None:
     for seed in range(3):
         assert count_wrong_starts(ParameterServer, workers, staleness, seed) == 0
         if staleness is not None and workers > 1:
@@ -308,7 +308,7 @@ def test_the_rules_let_start_whom_the_bound_lets(workers: int, staleness: int | 
             assert count_wrong_starts(Mourning, workers, staleness, seed) > 0 or workers == 2
 
 
-def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
+def test_staleness_and_lead_follow_the_recorded_events() -> None:
     seen = [Event(START, rank, 1) for rank in (0, 1, 2)]
     seen += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
     assert audit(seen, range(3)).staleness == [0, 1, 2]

@@ -38,7 +38,7 @@ def gradient_of_up(group: dist.ProcessGroup, config: Config) -> Tensor:
     return gradient
 
 
-def test_a_layer_is_two_all_reduces_each_way() -> None:
+def test_a_layer_makes_two_all_reduces_per_direction() -> None:
     """4 a layer and 8(t-1)/t·b·s·h elements (Shoeybi 2019, section 3); and 4 for the ends and the loss."""
     for world_size in range(1, 9):
         shallow, deep = (config_of(world_size, LAB_DEPTH=depth) for depth in ("3", "4"))
@@ -56,7 +56,7 @@ def test_a_layer_is_two_all_reduces_each_way() -> None:
         assert more == pytest.approx(4 * world_size * (elements + whole))
 
 
-def test_a_batch_twice_as_large_sends_twice_as_much() -> None:
+def test_traffic_doubles_with_the_batch() -> None:
     one, two = (MODE.predict(config_of(4, LAB_BATCH=batch))[2] for batch in ("8", "16"))
     assert one.variant == "megatron" and one.name == "wire bytes"
     assert two.value == tuple(2 * value for value in one.value)
@@ -69,7 +69,7 @@ def held_numel(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
     )
 
 
-def test_slices_are_the_model_and_no_more(ranks: Ranks) -> None:
+def test_slices_add_up_to_the_model(ranks: Ranks) -> None:
     config = config_of(3, LAB_TIE="1")
     found = ranks(3, held_numel, config)
     whole = found[0][1]
@@ -78,7 +78,7 @@ def test_slices_are_the_model_and_no_more(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("saved", "holds"), [(100, True), (99, False), (0, False)])
-def test_activations_that_are_not_saved_fail(saved: int, holds: bool) -> None:
+def test_wrong_savings_of_activations_fail(saved: int, holds: bool) -> None:
     lab = lab_alone()
     held_bytes = {"megatron": 500, "sequence": 500 - saved}
     measured: Any = {name: SimpleNamespace(activation_bytes=nbytes) for name, nbytes in held_bytes.items()}

@@ -28,7 +28,7 @@ def test_the_lessons_printed_batches() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_by_hand_is_what_pytorch_deals(world_size: int, epoch: int) -> None:
+def test_by_hand_equals_pytorchs_sampler(world_size: int, epoch: int) -> None:
     shards = []
     for rank in range(world_size):
         sampler = train.pytorchs(rank, world_size)
@@ -51,7 +51,7 @@ def test_wrong_shards_counts_missing_and_repeated_samples() -> None:
     assert train.wrong_shards([half, [0, *range(500, 1000)]]) == (1, [0])
 
 
-def test_places_apart_counts_lengths_too() -> None:
+def test_count_differences_includes_missing_entries() -> None:
     assert train.count_differences([1, 2, 3], [1, 3, 3]) == 1
     assert train.count_differences([1, 2], [1, 2, 3]) == 1
 
@@ -110,11 +110,11 @@ def failed_with(ranks: Ranks, folder: Path, computed: Any = train_computed, **pa
     return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
 
 
-def test_shards_of_blocks_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_shards_of_blocks_fail_their_checks(ranks: Ranks, tmp_path: Path) -> None:
     assert failed_with(ranks, tmp_path, sampler_of=Blocks, begin_epoch=set_epoch) == {"by hand", "gathered"}
 
 
-def test_a_wrong_gather_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_wrong_gather_fails_its_check(ranks: Ranks, tmp_path: Path) -> None:
     assert failed_with(ranks, tmp_path / "stale", stale) == {"gathered"}
     assert failed_with(ranks, tmp_path / "twice", twice) == {"called bytes"}
     assert failed_with(ranks, tmp_path / "right") == set()
