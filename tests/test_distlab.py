@@ -192,15 +192,15 @@ def test_a_run_and_its_report_in_an_empty_folder(installed: Installed, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ("explain dp", "RUN_MODE=dp"),
         ("plan --params 7B --gpus 64 --gpu-memory 80GB", "7"),
         ("engine kubernetes --ranks 3 dp", "completions: 3"),
     ],
 )
-def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, words: str, said: str) -> None:
-    assert said in ended_well([installed.command, *words.split()], tmp_path)
+def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, words: str, output: str) -> None:
+    assert output in ended_well([installed.command, *words.split()], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,9 +216,9 @@ def test_a_users_packages_do_not_disturb_a_check(installed: Installed, hostile: 
     """The script imports its own packages, and those that are installed next to the lab."""
     (hostile / "workers" / "__init__.py").write_text("MINE = 'of the user'\n")
     (hostile / "train.py").write_text(SCRIPT + "import workers\nprint(workers.MINE)\n")
-    said = ended_well([installed.command, "check", "WORLD_SIZE=2", "train.py"], hostile)
-    assert said.count("sum 2.0") == 2
-    assert "rank 1 | of the user" in said
+    output = ended_well([installed.command, "check", "WORLD_SIZE=2", "train.py"], hostile)
+    assert output.count("sum 2.0") == 2
+    assert "rank 1 | of the user" in output
 
 
 def test_a_users_packages_do_not_disturb_a_proof(installed: Installed, hostile: Path) -> None:
@@ -227,8 +227,8 @@ def test_a_users_packages_do_not_disturb_a_proof(installed: Installed, hostile: 
 
 def test_ranks_that_torchrun_starts_check_a_script(installed: Installed, hostile: Path) -> None:
     torchrun = [str(installed.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = ended_well([*torchrun, "-m", "distlab", "check", "train.py"], hostile)
-    assert said.count("sum 2.0") == 2
+    output = ended_well([*torchrun, "-m", "distlab", "check", "train.py"], hostile)
+    assert output.count("sum 2.0") == 2
 
 
 # --- an editable install, and a checkout without an install ---

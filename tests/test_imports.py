@@ -49,7 +49,7 @@ BELOW_LAB = [
     f"{D}.techniques.sharded",
     f"{D}.techniques.pipeline_parallel",
 ]
-FLOORS: dict[str, list[str]] = {
+ALLOWED: dict[str, list[str]] = {
     CONFIG: [],
     REPORT: [CONFIG],
     MEASURE: [CONFIG],
@@ -159,22 +159,22 @@ def is_import_call(node: ast.AST) -> TypeGuard[ast.Call]:
     return ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
 
 
-def floor_of(module: str) -> str | None:
-    return max((floor for floor in FLOORS if within(module, floor)), key=len, default=None)
+def layer_of(module: str) -> str | None:
+    return max((layer for layer in ALLOWED if within(module, layer)), key=len, default=None)
 
 
 def within(name: str, place: str) -> bool:
     return name == place or name.startswith(place + ".")
 
 
-def climbing(module: str, source: str) -> list[str]:
+def upward_imports(module: str, source: str) -> list[str]:
     """Return the imports of `module` that its floor does not allow; for a non-empty module on no floor, itself."""
-    place = floor_of(module)
+    place = layer_of(module)
     if place is None:
         return [module] if source.strip() else []
     own = ".".join(module.split(".")[:3]) if place == f"{D}.experiments" else place  # lessons never import each other
-    allowed = [own, *FLOORS[place]]
-    return [name for name in sorted(imported(module, source)) if not any(within(name, floor) for floor in allowed)]
+    allowed = [own, *ALLOWED[place]]
+    return [name for name in sorted(imported(module, source)) if not any(within(name, layer) for layer in allowed)]
 
 
 def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
@@ -189,7 +189,7 @@ def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
     }
 
 
-def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+def cycles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return import cycles: the files that remain after files without remaining imports are removed repeatedly."""
     left = {name: set(others) for name, others in arrows.items()}
     while leaves := [name for name, others in left.items() if not others & set(left)]:
@@ -232,24 +232,24 @@ def test_a_short_file_with_one_importer_is_found() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_import_goes_to_a_higher_layer(module: str) -> None:
-    assert climbing(module, MODULES[module]) == []
+    assert upward_imports(module, MODULES[module]) == []
 
 
 def test_the_import_graph_of_files_has_no_cycle() -> None:
-    assert circles(graph(MODULES)) == []
+    assert cycles(graph(MODULES)) == []
 
 
 def test_the_import_graph_of_layers_has_no_cycle() -> None:
-    places = {place: {floor_of(to) or to for to in allowed} - {place} for place, allowed in FLOORS.items()}
-    assert circles(places) == []
+    places = {place: {layer_of(to) or to for to in allowed} - {place} for place, allowed in ALLOWED.items()}
+    assert cycles(places) == []
 
 
 def test_techniques_import_the_workload_and_only_tools_import_tools() -> None:
     """From the lab a technique may import the settings, the workload, and the types of the meters."""
     known = (CONFIG, WORKLOAD, MEASURE, CONTRACT, f"{D}.techniques")
-    for place, allowed in FLOORS.items():
+    for place, allowed in ALLOWED.items():
         if within(place, f"{D}.techniques"):
-            assert all(any(within(to, floor) for floor in known) for to in allowed), place
+            assert all(any(within(to, layer) for layer in known) for to in allowed), place
         if within(place, f"{D}.lab") or within(place, f"{D}.techniques"):
             assert not any(within(to, f"{D}.tools") or within(to, f"{D}.cli") for to in allowed), place
         if within(place, f"{D}.tools"):
@@ -282,7 +282,7 @@ def test_only_listed_modules_import_by_a_computed_name() -> None:
     ],
 )
 def test_an_import_to_a_higher_layer_is_found(module: str, source: str) -> None:
-    assert climbing(module, source)
+    assert upward_imports(module, source)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_an_import_to_a_higher_layer_is_found(module: str, source: str) -> None:
     ],
 )
 def test_a_cycle_is_found(modules: dict[str, str], found: list[str]) -> None:
-    assert circles(graph(modules)) == ([found] if found else [])
+    assert cycles(graph(modules)) == ([found] if found else [])
 
 
 def test_workers_only_starts_the_command() -> None:

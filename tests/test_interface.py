@@ -36,7 +36,7 @@ from distlab.tools.testing import plugin
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
 from tests.labs import TINY
-from tests.mistakes import WORLD_SIZE, whole
+from tests.mistakes import WORLD_SIZE, correct_settings
 
 RUNS = sorted((DATA / "runs").iterdir())
 # Settings with which a run claims more than by default.
@@ -111,7 +111,7 @@ def test_an_unknown_variable_is_refused_with_2() -> None:
 # --- exit codes ---
 
 
-def by_run(one: int, other: int) -> int:
+def worst_by_run(one: int, other: int) -> int:
     """Return the worse of two codes according to ./run."""
     functions = re.findall(r"^(?:severity|worst)\(\) \{\n.*?^\}\n", (TOP / "run").read_text(), re.MULTILINE | re.DOTALL)
     return int(printed("sh", "-c", f"{''.join(functions)}worst {one} {other}"))
@@ -122,7 +122,7 @@ def test_the_worse_of_two_exit_codes_wins(signalled: int) -> None:
     order = [signalled if code == 130 else code for code in FROZEN["worst_first"]]
     for worse, better in combinations(order, 2):
         assert worst([worse, better]) == worst([better, worse]) == worse
-        assert by_run(worse, better) == by_run(better, worse) == worse
+        assert worst_by_run(worse, better) == worst_by_run(better, worse) == worse
 
 
 def test_every_verdict_has_its_exit_code() -> None:
@@ -155,7 +155,7 @@ def test_every_name_of_a_mode_exists(mode: str) -> None:
 def test_every_required_check_of_a_run_exists(mode: str) -> None:
     now: set[str] = set()
     for more in ({}, MORE):
-        config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | whole(mode) | more)
+        config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | correct_settings(mode) | more)
         now |= {name for _, name, _, _ in expected(config, load_for(config)).claims}
     assert not [name for name in claims_of(mode, "claimed") if name not in now]
 
@@ -201,22 +201,24 @@ def test_an_old_run_gets_its_old_verdict(run: Path, tmp_path: Path) -> None:
     after = json.loads((again / "run.json").read_text())
     drills = [[drill["held"] for drill in each.pop("drills")] for each in (before, after)]
     assert drills[0] == drills[1]
-    assert kept(before, after)
+    assert contains_all(before, after)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
 def test_old_records_are_written_unchanged(run: Path) -> None:
     for path in run.glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            assert kept(json.loads(line), json.loads(to_line(from_line(line))))
+            assert contains_all(json.loads(line), json.loads(to_line(from_line(line))))
 
 
-def kept(before: Any, after: Any) -> bool:
+def contains_all(before: Any, after: Any) -> bool:
     """Return whether `after` has all of `before`; it may have more keys, and other tests as controls."""
     if isinstance(before, dict):
-        return all(key in after and (key == "control" or kept(value, after[key])) for key, value in before.items())
+        return all(
+            key in after and (key == "control" or contains_all(value, after[key])) for key, value in before.items()
+        )
     if isinstance(before, list):
-        return len(before) == len(after) and all(map(kept, before, after))
+        return len(before) == len(after) and all(map(contains_all, before, after))
     return bool(before == after)
 
 
@@ -226,4 +228,4 @@ def test_the_manifest_of_an_old_checkpoint_is_unchanged(tmp_path: Path) -> None:
     assert not missing(written, "manifest", "keys")
     assert not missing(written["settings"], "manifest", "settings")
     assert not missing(manifest.defining(Config.read({})), "manifest", "settings")
-    assert kept(json.loads((old / manifest.FILE).read_text()), written)
+    assert contains_all(json.loads((old / manifest.FILE).read_text()), written)

@@ -31,9 +31,9 @@ def test_the_versions_equal_the_constraints() -> None:
 
 def test_the_lock_has_all_requirements_except_torch() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())
-    asked = [*project["project"]["dependencies"], *project["dependency-groups"]["image"]]
+    required = [*project["project"]["dependencies"], *project["dependency-groups"]["image"]]
     torch_needs = [Requirement(each) for each in metadata.requires("torch") or []]
-    names = {canonicalize_name(Requirement(each).name) for each in asked} | {
+    names = {canonicalize_name(Requirement(each).name) for each in required} | {
         canonicalize_name(each.name)
         for each in torch_needs
         if (each.marker is None or each.marker.evaluate({"extra": ""})) and not each.name.startswith(("nvidia", "cuda", "triton"))

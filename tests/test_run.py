@@ -59,8 +59,10 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_output_of_pip_is_shown_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
     (checkout / ".venv" / "installed-run").unlink()
-    told = f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
-    (checkout / ".venv" / "bin" / "python").write_text(told)
+    script = (
+        f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
+    )
+    (checkout / ".venv" / "bin" / "python").write_text(script)
     done = subprocess.run(["./install"], cwd=checkout, capture_output=True, text=True, timeout=30, check=False)
     lines = done.stderr.splitlines()
     assert lines[0] == "install    PyTorch and what the lab imports go into .venv: a minute or more, once"
@@ -194,10 +196,10 @@ case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdic
 
 def run_under_an_engine(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `./run WORDS` with the fake engine."""
-    return run(checkout, *words, **beside_an_engine(checkout) | variables)
+    return run(checkout, *words, **engine_variables(checkout) | variables)
 
 
-def beside_an_engine(checkout: Path) -> dict[str, str]:
+def engine_variables(checkout: Path) -> dict[str, str]:
     """Return variables with which the fake engine is found."""
     docker = checkout / "bin" / "docker"
     docker.parent.mkdir(exist_ok=True)
@@ -206,7 +208,7 @@ def beside_an_engine(checkout: Path) -> dict[str, str]:
     return {"PATH": f"{docker.parent}:{os.environ['PATH']}", "REFUSES": "0"}
 
 
-def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+def code_and_calls(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
     """Return the exit code and all calls of Docker."""
     done = run_under_an_engine(checkout, *words, REFUSES=str(refuses), **variables)
     return done.returncode, (checkout / "asked").read_text()
@@ -216,7 +218,7 @@ def test_a_modes_own_variables_reach_every_rank(checkout: Path) -> None:
     """Variables that are not in the Compose file, after a container has accepted them; the extra file is removed at
     the end."""
     (checkout / "docker-compose.override.yaml").write_text("services: {}\n")
-    code, asked = under_an_engine(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
+    code, asked = code_and_calls(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
     assert code == 0
     assert "compose up" in asked
     made = yaml.safe_load((checkout / "made").read_text())["services"]
@@ -225,21 +227,21 @@ def test_a_modes_own_variables_reach_every_rank(checkout: Path) -> None:
 
 
 def test_an_invalid_variable_of_a_mode_starts_no_rank(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
+    code, asked = code_and_calls(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
     assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.lab\.config\.variables --check\n", asked)
     assert "compose up" not in asked
 
 
 def test_known_names_need_no_container_to_check(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, LAB_RUNS_DIR="elsewhere")
+    code, asked = code_and_calls(checkout, LAB_RUNS_DIR="elsewhere")
     assert code == 0
     assert "--check" not in asked
     assert not (checkout / "made").exists()
 
 
 def test_fewer_exit_codes_than_ranks_return_3(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, CONTAINERS="one")
+    code, asked = code_and_calls(checkout, CONTAINERS="one")
     assert code == 3
     assert "compose up" in asked
 
@@ -259,7 +261,7 @@ def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path)
 
 @pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)
 def test_make_quick_is_a_small_run_with_the_set_variables(checkout: Path, words: list[str]) -> None:
-    done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | beside_an_engine(checkout), timeout_s=60)
+    done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | engine_variables(checkout), timeout_s=60)
     assert done.returncode == 0, done.stderr
     variables = set((checkout / "given").read_text().splitlines())
     assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= variables
@@ -287,7 +289,7 @@ def test_a_refused_run_prints_no_json(checkout: Path) -> None:
 
 @pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 143), ("INT", 130)])
 def test_a_stopped_run_is_judged_from_its_records(checkout: Path, signal: str, code: int) -> None:
-    stopped, asked = under_an_engine(checkout, STOPS=signal)
+    stopped, asked = code_and_calls(checkout, STOPS=signal)
     assert stopped == code
     assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", asked, re.MULTILINE)
     assert (checkout / "runs" / "latest").resolve() == checkout / "runs" / "x"
@@ -316,15 +318,15 @@ def test_a_stopped_run_of_processes_leaves_its_verdict(
             if re.search(r"^rank 0 \| (rank 0 of|check  )", line):
                 break
         process.send_signal(number)
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == code, said
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
     run = json.loads((checkout / "runs" / "latest" / "run.json").read_text())
     assert run["verdict"] == "lost" and {error["exit_code"] for error in run["errors"]} == {code}
     assert (checkout / "runs" / "latest" / "report.html").stat().st_uid == os.getuid()
 
 
 @contextmanager
-def held(lock: Path, words: str) -> Iterator[None]:
+def locked(lock: Path, words: str) -> Iterator[None]:
     """Lock the file as a live run does."""
     with lock.open("w") as file:
         file.write(words)
@@ -336,7 +338,7 @@ def held(lock: Path, words: str) -> Iterator[None]:
 def test_a_second_run_in_a_clone_is_refused(
     checkout: Path,
 ) -> None:
-    with held(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
+    with locked(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
         done = run_under_an_engine(checkout)
         assert done.returncode == 2
         assert done.stderr.endswith(
@@ -372,6 +374,6 @@ def test_only_own_stopped_containers_have_an_exit_code(checkout: Path, state: di
 
 @pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])
 def test_a_mode_outside_of_the_checkout_is_refused(checkout: Path, mode: str) -> None:
-    done = under_an_engine(checkout, RUN_MODE=mode)
+    done = code_and_calls(checkout, RUN_MODE=mode)
     assert done[0] == 2
     assert "compose" not in done[1].replace("compose version", "")

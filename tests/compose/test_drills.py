@@ -1,4 +1,4 @@
-"""Drills in real containers: the same faults by the same means, and nothing that takes a privilege."""
+"""Fault injection in real containers: the same faults as in local processes, without privileges."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The Compose files as Compose reads them: who starts, what is passed on, and how little a rank may do."""
+"""The Compose files as Compose reads them: the started ranks, the passed variables, and a rank's privileges."""
 
 import json
 import os
@@ -21,7 +21,7 @@ needs_compose = pytest.mark.skipif(shutil.which("docker") is None, reason="docke
 
 
 def resolved(*files: str, **variables: str) -> dict[str, Any]:
-    """What `docker compose config` makes of the files under nothing but these variables."""
+    """Return the output of `docker compose config` for the files with only these variables."""
     command = [
         "docker",
         "compose",
@@ -70,7 +70,7 @@ def test_four_ranks_start_by_default(variables: dict[str, str]) -> None:
 
 
 def test_exactly_the_known_variables_are_passed_on() -> None:
-    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.lab.config.variables --write mends it"
+    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.lab.config.variables --write corrects it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
     assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST", "DISTLAB_STARTED_BY"} - {
         "RANK",
@@ -84,7 +84,7 @@ def test_exactly_the_known_variables_are_passed_on() -> None:
         "MASTER_ADDR",
         "RANKS_ON_HOST",
         "DISTLAB_STARTED_BY",
-    }  # these alone have a value in the file
+    }  # only these have a value in the file
 
 
 @needs_compose
@@ -124,10 +124,10 @@ def test_lab_memory_limits_a_rank() -> None:
 
 @needs_compose
 def test_a_key_file_is_passed_as_a_secret(tmp_path: Path) -> None:
-    given, unset = resolved(LAB_KEY_FILE=str(tmp_path / "key")), resolved()
-    assert given["secrets"]["lab_key"]["file"] == str(tmp_path / "key")
+    with_key, unset = resolved(LAB_KEY_FILE=str(tmp_path / "key")), resolved()
+    assert with_key["secrets"]["lab_key"]["file"] == str(tmp_path / "key")
     assert Path(unset["secrets"]["lab_key"]["file"]).read_text() == ""
-    for service in given["services"].values():
+    for service in with_key["services"].values():
         assert [secret["source"] for secret in service["secrets"]] == ["lab_key"]
         assert "LAB_KEY_FILE" not in service["environment"]
 
@@ -161,15 +161,15 @@ def test_the_gpu_overlay_uses_nccl_on_all_gpus() -> None:
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         assert service["ipc"] == "host"  # one /dev/shm, and one machine to NCCL
-        assert service["environment"]["NCCL_HOSTID"] == "clone"  # one id for a cluster, however Compose names it
+        assert service["environment"]["NCCL_HOSTID"] == "clone"  # one id for all ranks of a cluster
         assert service["ulimits"]["memlock"] == -1
-        assert service["cap_drop"] == ["ALL"]  # what the first file says still stands
+        assert service["cap_drop"] == ["ALL"]  # still as in the first file
     shared = resolved(*FILES, LAB_BACKEND="gloo")["services"]["worker0"]
     assert (shared["environment"]["LAB_BACKEND"], shared["build"]["args"]["TORCH_INDEX_URL"]) == ("gloo", "")
 
 
 def unknown_to_v1(text: str) -> set[str]:
-    """What Compose v1.29 refuses: keys at the top and in a service that came later, and `${X:+y}`."""
+    """Return what Compose v1.29 refuses: newer keys at the top and in a service, and `${X:+y}`."""
     content = yaml.safe_load(text)
     keys = {name for name in content if not name.startswith("x-")} - {"services", "networks", "secrets"}
     for service in content["services"].values():
@@ -189,7 +189,9 @@ def test_the_restart_overlay_resumes_every_rank() -> None:
             "restart",
             "5",
         )
-        assert service["init"] is True  # without it the process killed is PID 1, which is beyond SIGKILL from inside
+        assert (
+            service["init"] is True
+        )  # else the rank would be PID 1, which SIGKILL from inside the container cannot end
     named = resolved(FILES[0], "compose/restart.yaml", LAB_RUN_ID="mine", LAB_CHECKPOINT_EVERY="9")["services"][
         "worker1"
     ]

@@ -1,4 +1,4 @@
-"""Whole runs in containers: a world of one, of three and of eight, a mode of each kind, and whose the files are."""
+"""Whole runs in containers: one, three and eight ranks, a mode of each kind, and the owner of the files."""
 
 import re
 from pathlib import Path
@@ -22,8 +22,8 @@ def test_dp_passes_with_3_and_8_ranks(cluster: Containers, world_size: int, vari
 
 
 def test_the_image_alone_runs_one_rank(image: str) -> None:
-    """As an engine starts it that mounts nothing; and it holds the bytecode of what a run imports, for its root is
-    read-only: without, the import of torch took 14 s in place of 3."""
+    """The image is started without mounts. It contains the bytecode of what a run imports, because its root is read-only:
+    without it, importing torch took 14 s instead of 3."""
     settings = {
         "PYTHONVERBOSE": "1",
         "RANK": "0",
@@ -43,7 +43,7 @@ def test_the_image_alone_runs_one_rank(image: str) -> None:
     ("mode", "settings"),
     [
         ("comm", {"LAB_VARIANT": "gloo,ring,tcp", "LAB_BACKEND": "tcp", "LAB_SWEEP_MIB": "0.25"}),
-        ("train", {"LAB_TEXT": "workers"}),  # a text of one's own, a file or a folder: here one that every image has
+        ("train", {"LAB_TEXT": "workers"}),  # a user's text may be a file or a folder; this one is in every image
     ],
 )
 def test_other_modes_pass_with_three_ranks(cluster: Containers, mode: str, settings: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ def page(name: str) -> str:
     return (TOP / "docs" / f"{name}.md").read_text()
 
 
-def place(path: Path) -> str:
+def page_id(path: Path) -> str:
     """Its path in the repository, by which a test of it is called."""
     return path.relative_to(TOP).as_posix()
 

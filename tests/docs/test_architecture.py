@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.pages import TOP, fenced, page
 from tests.documents import spans
-from tests.test_imports import FLOORS
+from tests.test_imports import ALLOWED
 
 PAGE = page("architecture")
 PACKAGE = TOP / "distlab"
@@ -44,8 +44,8 @@ def test_every_folder_has_a_layer() -> None:
 
 def test_the_layers_agree_with_the_allowed_imports() -> None:
     number = layers()
-    named = {place: re.sub(r"^distlab\.((lab|techniques|tools)\.)?", "", place) for place in FLOORS}
-    arrows = [(named[place], named.get(to, "")) for place, allowed in FLOORS.items() for to in allowed]
+    named = {place: re.sub(r"^distlab\.((lab|techniques|tools)\.)?", "", place) for place in ALLOWED}
+    arrows = [(named[place], named.get(to, "")) for place, others in ALLOWED.items() for to in others]
     compared = [(upper, lower) for upper, lower in arrows if upper in number and lower in number]
     assert len(compared) > 50
     assert [(upper, lower) for upper, lower in compared if number[upper] > number[lower]] == []
@@ -55,23 +55,29 @@ NAMED = re.compile(r"(?<![\w*{}/.<-])((?:[a-z_]+/)*[a-z_]\w*\.py)\b")
 BENCHMARK = re.compile(r"\bbenchmarks\.([a-z_]+)")
 SOURCES = [*TOP.glob("distlab/**/*.py"), *TOP.glob("experiments/**/*.py")]
 # The last three are the standard library's, by which a wait in it is known.
-THERE = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {"threading.py", "queue.py", "selectors.py"}
+NAMES_OF_FILES = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {
+    "threading.py",
+    "queue.py",
+    "selectors.py",
+}
 
 
-def absent(source: str) -> list[str]:
+def missing_files(source: str) -> list[str]:
     """The files and benchmarks that a source names and that are not there: by the path from the top, or by name."""
     named = [name for name in NAMED.findall(source) if not name.startswith(("mine/", "torch/"))]
-    files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in THERE)]
+    files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in NAMES_OF_FILES)]
     benchmarks = {path.stem for path in (TOP / "benchmarks").iterdir()}
     return files + [f"benchmarks.{name}" for name in BENCHMARK.findall(source) if name not in benchmarks]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(TOP)))
 def test_the_files_that_a_source_names_exist(path: Path) -> None:
-    assert absent(path.read_text()) == []
+    assert missing_files(path.read_text()) == []
 
 
 def test_a_missing_file_is_found() -> None:
     named = "as buckets.py does, and distlab/techniques/data_parallel/strategy.py; see ring_buckets.py, data_parallel/buckets.py"
-    assert absent(named) == ["ring_buckets.py", "data_parallel/buckets.py"]
-    assert absent("`python -m\n# benchmarks.never`, and benchmarks.gpu or benchmarks.steps") == ["benchmarks.never"]
+    assert missing_files(named) == ["ring_buckets.py", "data_parallel/buckets.py"]
+    assert missing_files("`python -m\n# benchmarks.never`, and benchmarks.gpu or benchmarks.steps") == [
+        "benchmarks.never"
+    ]

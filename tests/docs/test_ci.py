@@ -28,10 +28,10 @@ def commands(job: str) -> dict[str, str]:
     return {step["name"]: step["run"] for step in WORKFLOW["jobs"][job]["steps"] if "run" in step}
 
 
-def ended(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_step(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A step in this folder, by the shell that GitHub runs it with."""
-    own = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
-    environ = {name: value for name, value in os.environ.items() if not own.match(name)} | variables
+    known = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
+    environ = {name: value for name, value in os.environ.items() if not known.match(name)} | variables
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script], cwd=folder, env=environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
@@ -69,17 +69,17 @@ def test_the_steps_with_local_processes_return_their_codes(tmp_path: Path, scrip
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m distlab "$@"\n')
     command.chmod(0o755)
-    given = {
+    settings = {
         "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(TOP), "WORLD_SIZE": "2",
         "LAB_RUNS_DIR": str(folder / "runs"), "LAB_HANG_AFTER_S": "1",
     }  # fmt: skip
     install, check, prove, junit = commands("processes").values()
     assert "pip install" in install
-    done = ended(check, folder, **given)
+    done = run_step(check, folder, **settings)
     assert done.returncode == code, done.stdout
-    done = ended(prove, folder, **given)
+    done = run_step(prove, folder, **settings)
     assert done.returncode == 0, done.stdout
-    done = ended(junit, folder, **given)
+    done = run_step(junit, folder, **settings)
     assert done.returncode == 0, done.stdout
     failed = {path.name: len(ElementTree.parse(path).findall(".//failure")) for path in folder.glob("runs/*.xml")}
     assert failed == {"check.xml": failed["check.xml"], "prove.xml": 0}

@@ -24,7 +24,7 @@ def test_eight_waiting_ranks_are_as_fast_as_three() -> None:
     assert [way.dtype for way in eight.WAYS].count(torch.bfloat16) == 1
 
 
-def marked(folder: Path) -> list[str]:
+def processes_in(folder: Path) -> list[str]:
     """The processes that stand in a folder."""
     found = []
     for each in Path("/proc").iterdir():
@@ -41,9 +41,9 @@ def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
     bomb = script("fork_bomb.py")
     started, worked, _ = bomb.contained(bomb.PROGRAMS["without it, and without Python's own check"], tmp_path)
     assert bomb.MOST < started <= 2 * bomb.MOST + bomb.WORKERS and worked == 0
-    assert marked(tmp_path) == []
+    assert processes_in(tmp_path) == []
     bomb.contained.__globals__["LIMIT_S"] = 1.0
     endless = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     (tmp_path / "endless").mkdir()
     assert bomb.contained(endless, tmp_path / "endless") == (0, 0, "it was ended after 1 s")
-    assert marked(tmp_path / "endless") == []
+    assert processes_in(tmp_path / "endless") == []

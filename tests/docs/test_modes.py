@@ -16,7 +16,7 @@ from distlab.lab.config.settings import modes
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.workload.model import outline
 from distlab.techniques.pipeline_parallel.costs import idle_share
-from tests.docs.pages import DOCS, README, TOP, page, place, prose
+from tests.docs.pages import DOCS, README, TOP, page, page_id, prose
 from tests.documents import spans, tables
 
 MODES = TOP / "docs" / "modes"
@@ -39,7 +39,7 @@ def test_every_mode_has_a_row_in_the_readme_and_a_page() -> None:
     assert sorted(path.stem for path in PAGES) == sorted(["README", *modes()])
 
 
-@pytest.mark.parametrize("path", PAGES, ids=place)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_a_page_is_short_and_answers_one_question(path: Path) -> None:
     assert page_faults(path.read_text()) == []
 
@@ -98,8 +98,8 @@ def test_the_limit_of_make_fit_equals_the_formulas() -> None:
     }  # compose/fit.sh
     config = Config.read(sizes)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
-    held, block = fit.activations(config), page("modes/fsdp").partition("<!-- of: make fit -->")[2]
-    dp, zero3 = fit.dp_need(sum(layers), held), fit.zero3_need(layers, 4, held)
+    activations, block = fit.activations(config), page("modes/fsdp").partition("<!-- of: make fit -->")[2]
+    dp, zero3 = fit.dp_need(sum(layers), activations), fit.zero3_need(layers, 4, activations)
     (base,) = re.findall(r"^no model +(\d+) MB", block, re.MULTILINE)
     for name, need in (("dp", dp), ("zero3", zero3)):
         assert re.search(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.report.table import INDENT, WIDTH
-from tests.docs.pages import PAGES, TOP, place
+from tests.docs.pages import PAGES, TOP, page_id
 from tests.launched import clean, ended, ended_warm
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
@@ -102,7 +102,7 @@ def within_fence(output: str) -> str:
     return output.removeprefix("```text\n").removesuffix("```\n")
 
 
-def written(shown: str, printed: str) -> str:
+def rewritten(shown: str, printed: str) -> str:
     """The block of a page anew: the lines that it had, as they are printed now."""
     found = places(within_fence(shown), printed)
     if CUT not in within_fence(shown).splitlines() or found is None:
@@ -123,7 +123,7 @@ def test_a_block_equals_the_output_of_its_command(command: str) -> None:
         assert places(shown, output_of(command)) is not None, output_of(command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_block_ends(page: Path) -> None:
     text = page.read_text()
     assert len(re.findall(r"^<!-- output of: ", text, re.MULTILINE)) == len(BLOCK.findall(text))
@@ -167,11 +167,11 @@ def test_a_cut_leaves_out_lines_and_changes_none(shown: str, found: list[int] | 
 def test_a_rewritten_block_leaves_out_the_same_lines() -> None:
     printed = PRINTED.replace("36", "40")
     assert (
-        written("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)
+        rewritten("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)
         == "```text\n...\nflat 2 passed\n...\nPASS 40\n```\n"
     )
-    assert written("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
-    assert written("| a |\n", "| b |\n") == "| b |\n"
+    assert rewritten("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
+    assert rewritten("| a |\n", "| b |\n") == "| b |\n"
 
 
 def write() -> None:
@@ -180,7 +180,7 @@ def write() -> None:
         text = page.read_text()
         anew = BLOCK.sub(
             lambda block: (
-                f"<!-- output of: {block['command']} -->\n{written(block['output'], output_of(block['command']))}<!--"
+                f"<!-- output of: {block['command']} -->\n{rewritten(block['output'], output_of(block['command']))}<!--"
                 " end -->\n"
             ),
             text,

@@ -10,7 +10,7 @@ import pytest
 
 from distlab.lab.config.commands import COMMANDS
 from distlab.lab.config.variables import names
-from tests.docs.pages import PAGES, TOP, anchors, fenced, page, place, prose
+from tests.docs.pages import PAGES, TOP, anchors, fenced, page, page_id, prose
 from tests.documents import faults, spans
 from tests.tools.prove.planted import PLANTED
 
@@ -40,13 +40,13 @@ def command_faults(line: str) -> list[str]:
     wrong = []
     for part in line.split("&&"):
         words = shlex.split(part, comments=True)
-        given = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
-        wrong += [f"there is no variable {name}" for name in given if name not in VARIABLES]
-        wrong += called(words[len(given) :])
+        variables = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+        wrong += [f"there is no variable {name}" for name in variables if name not in VARIABLES]
+        wrong += program_faults(words[len(variables) :])
     return wrong
 
 
-def called(words: list[str]) -> list[str]:
+def program_faults(words: list[str]) -> list[str]:
     """What is wrong with the program that is called."""
     files = [name for option, name in pairwise(words) if option == "-f" and name != "-"]  # the standard input
     wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
@@ -69,12 +69,12 @@ def missing_module(name: str) -> list[str]:
     return [] if found else [f"there is no module {name}"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_have_a_target(page: Path) -> None:
     assert dead_links(page.read_text(), page.parent) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_named_files_and_commands_exist(page: Path) -> None:
     named = [span for span in spans(prose(page.read_text())) if not span.startswith("python -m ")]
     assert [fault for span in named for fault in faults(span)] == []
@@ -83,7 +83,7 @@ def test_named_files_and_commands_exist(page: Path) -> None:
     assert [fault for line in fenced(page.read_text(), "sh") for fault in command_faults(line)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_lines_are_not_too_long(page: Path) -> None:
     free = ("|", "<!--", "![")  # tables, and what nobody reads as text
     lines = [line for line in prose(page.read_text()).splitlines() if not line.startswith(free)]

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs.pages import DOCS, README, TOP, fenced, page, place
+from tests.docs.pages import DOCS, README, TOP, fenced, page, page_id
 
 MOST_LINES = 120
 MOST_CHANGELOG_BYTES = 12_000
@@ -38,7 +38,7 @@ def test_the_readme_quotes_few_lines_of_three_pages() -> None:
     assert {len(lines.splitlines()) for _, lines in QUOTED.findall(text)} <= {4, 5}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=place)
+@pytest.mark.parametrize("path", DOCS, ids=page_id)
 def test_the_title_of_a_page_is_a_question(path: Path) -> None:
     assert re.match(r"# .*\?\n", path.read_text())
 

@@ -20,7 +20,7 @@ from distlab.lab.report.page import page
 from distlab.lab.report.reading import read_run
 from distlab.lab.report.records import Ranks
 from distlab.lab.report.verdict import judge
-from tests.docs.pages import PAGES, TOP, place
+from tests.docs.pages import PAGES, TOP, page_id
 from tests.lab.report.made_up import drilled_run, good_run, mistaken, pipeline_run
 
 REFUSED = {
@@ -104,8 +104,8 @@ def test_the_help_has_no_refused_word() -> None:
 
 
 def test_the_variables_have_no_refused_word() -> None:
-    told = [field.description or "" for field in Config.model_fields.values()]
-    assert found("\n".join(told)) == []
+    descriptions = [field.description or "" for field in Config.model_fields.values()]
+    assert found("\n".join(descriptions)) == []
 
 
 @pytest.mark.parametrize("mode", modes())
@@ -128,7 +128,7 @@ def outside_code(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("path", PAGES, ids=place)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_the_pages_have_no_refused_word(path: Path) -> None:
     assert found(outside_code(path.read_text())) == []
 

@@ -192,7 +192,7 @@ def test_right_times_of_a_change_pass() -> None:
     [
         (CHANGE, NEXT, 200.0),  # from the agreement
         (CHANGE, AGREED, 40.0),  # from the meeting
-        (CHANGE._replace(began_at=100.04), "", 0.0),  # it began after the agreement
+        (CHANGE._replace(began_at=100.04), "", 0.0),  # the change began after the agreement
         (CHANGE._replace(next_step_at=100.4), "", 0.0),  # not the first step after it
     ],
 )

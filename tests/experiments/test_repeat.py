@@ -1,4 +1,4 @@
-"""A run is repeatable to the bit: the same settings give the same losses and the same proof, another seed others."""
+"""A run is repeatable: equal settings give bitwise equal losses, another seed gives others."""
 
 from pathlib import Path
 
