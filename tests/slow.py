@@ -1,15 +1,15 @@
-"""The tests that only `make test-all` runs, and for each a quick test of the same claim.
+"""The tests that only `make test-all` runs, each with a quick test of the same claim.
 
-A claim is tested once in `make test`: what is here is the rest of a matrix (each fault, each documented command, each
-way to stop), the same in containers, or a fault in real time. `tests/test_slow.py` sees that every entry names tests
-that exist and a quick one that is not slow itself.
+`make test` tests each claim once. The slow tests are the rest of a matrix (each fault, each documented command, each way
+to stop), the same test in containers, or a fault in real time. `tests/test_slow.py` checks that the tests of every entry
+exist, and that its quick test is not slow.
 """
 
 from collections.abc import Iterable
 
 PROOF = "tests/experiments/test_proofs.py::test_n_ranks_equal_one_process"
 DRILL = "tests/tools/drill/test_drill.py"
-# The beginning of the names of slow tests: the test in which the claim is held in `make test`.
+# The beginning of the names of slow tests, and the quick test of the same claim.
 SLOW = {
     # The other notebooks.
     **{
@@ -18,7 +18,7 @@ SLOW = {
         )
         for each in ("2_data_parallel", "3_tensor_parallel", "4_pipeline", "5_zero")
     },
-    # The other hangs and right scripts of which dumps are made.
+    # The other hangs and correct scripts with dumps.
     **{
         f"tests/tools/check/dump/test_hangs.py::{test}": f"tests/tools/check/dump/test_hangs.py::{test}[{quick}]"
         for test, quick in (
@@ -178,7 +178,7 @@ SLOW = {
     ),
 }
 
-# Scripts under check: the first of a kind, and others whose fault is of that kind.
+# Scripts for check: one per kind of fault, and others with the same kind.
 FAULTS = {
     "missing": ("barrier_all_reduce", "extra", "in_except", "objects_apart", "swapped", "thread"),
     "shape": ("dims", "dtype", "reduce_op", "root"),

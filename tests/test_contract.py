@@ -25,8 +25,8 @@ mistake = Mistakes()
 
 @mistake("part", check="gradients", part="SUMMED", of=("naive",), put=lambda wrong: wrong.__name__)
 def sums_wrongly() -> None:
-    """Sums wrongly: what is sent
-    is not what was summed.
+    """Sums wrongly: the sent tensor
+    is not the sum.
 
     On every rank.
     """
@@ -34,7 +34,7 @@ def sums_wrongly() -> None:
 
 @mistake("data", check="samples", part="batches")
 class Others(Batches):
-    """Deals otherwise."""
+    """Assigns samples differently."""
 
 
 @mistake("run", check="shards", part="sampler", needs=Needs(ranks=3))
@@ -73,7 +73,7 @@ def test_names_are_in_reading_order() -> None:
 
 
 def made(mode: Mode) -> list[Any]:
-    """The parts that a mode uses."""
+    """Return the parts that a mode uses."""
     builds = [each.build(1, 2, 3) if each.build else None for each in mode.variants]
     assert mode.run is not None
     return [*builds, mode.run("lab"), mode.batches, mode.resumed_batch(5), mode.shards_written]
@@ -109,8 +109,8 @@ def test_a_bug_is_declared_at_its_wrong_part() -> None:
     """The first paragraph of the docstring describes the bug; without a docstring its name does."""
     sentences = {name: each.what for name, each in mistake.items()}
     assert sentences == {
-        "part": "sums wrongly: what is sent is not what was summed",
-        "data": "deals otherwise",
+        "part": "sums wrongly: the sent tensor is not the sum",
+        "data": "assigns samples differently",
         "run": "run",
         "resume": "leaves a batch out",
     }

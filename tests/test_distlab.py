@@ -1,7 +1,7 @@
-"""The package that users install: the wheel's contents and metadata, and its command in folders of a user's own.
+"""The package that users install: the wheel's contents and metadata, and its command in users' folders.
 
 One wheel is built and installed into one environment, which finds torch and the other dependencies where this
-environment has them. An editable install and a checkout without an install are tried too.
+environment has them. An editable install and a checkout without an install are tested too.
 """
 
 import os
@@ -52,8 +52,7 @@ def batch(seed, step):
 def loss(model, inputs, targets):
     return (model(inputs) - targets).square().sum()
 """
-# An entry of site-packages that stands for the dependencies: those of this environment, but for its own editable
-# install of the lab.
+# An entry of site-packages for the dependencies: those of this environment, without its editable install of the lab.
 DEPENDENCIES = """import sys; sys.path.append({place!r})
 """
 

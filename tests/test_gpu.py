@@ -137,7 +137,7 @@ def test_a_run_that_fails_on_a_card_is_checked_on_the_cpu(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", llama_steps.TINY)
 def test_the_planner_can_price_the_steps_of_llama(case: llama_steps.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the code for a card; the parameters are those of the shape and the norms."""
+    """Test the code for a GPU on the CPU; the parameters are those of the shape and the norms."""
     for name, value in (("ON_CARD", False), ("DEVICE", "cpu"), ("VOCABULARY", 64), ("STEPS", 1)):
         monkeypatch.setattr(llama_steps, name, value)
     monkeypatch.setattr(measured_card, "ON_CARD", False)

@@ -39,12 +39,12 @@ from tests.labs import TINY
 from tests.mistakes import WORLD_SIZE, correct_settings
 
 RUNS = sorted((DATA / "runs").iterdir())
-# Settings with which a run claims more than by default.
+# Settings with which a run has more checks than by default.
 MORE = {
     "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "1", "LAB_CHECKPOINT_EVERY": "2", "LAB_AUDIT_EVERY": "1", "LAB_BACKEND": "tcp",
     "LAB_RECOMPUTE": "1",
 }  # fmt: skip
-# Records of which no stored run has one.
+# Records that no stored run contains.
 RARE = [
     {"record": "resumed", "epoch": 0, "step": 2, "path": "checkpoints/step-00000002"},
     {"record": "skipped", "variant": "ring", "reason": "one rank"},
@@ -60,7 +60,7 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
-# --- what is typed ---
+# --- commands ---
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_verdict_has_its_exit_code() -> None:
     assert FROZEN["verdicts"] == judge.EXIT_CODES
 
 
-# --- what is imported ---
+# --- imports ---
 
 
 def test_every_name_of_the_package_exists() -> None:
@@ -166,7 +166,7 @@ def test_every_check_of_a_users_script_exists() -> None:
     assert not missing((*proven, verdict.DROPOUT, reference.BUFFERS), "scripts", "prove")
 
 
-# --- what is stored ---
+# --- files ---
 
 RECORD_TYPES = {kind.__name__.lower(): kind for kind in get_args(records.Record)}
 

@@ -20,7 +20,7 @@ def pinned(text: str) -> dict[str, str]:
 def test_every_file_of_every_version_has_a_hash() -> None:
     for entry in re.split(r"\n(?=[a-z])", LOCK.partition("\n")[2])[1:]:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
-    assert "://" not in LOCK, "no host of anybody's index"
+    assert "://" not in LOCK, "the lock names the host of an index"
 
 
 def test_the_versions_equal_the_constraints() -> None:

@@ -82,7 +82,7 @@ class Empty(BaseHTTPRequestHandler):
 
 
 def test_torch_comes_only_from_its_index(checkout: Path) -> None:
-    """Not even the index of a pip.conf."""
+    """pip does not even use the index of a pip.conf."""
     (checkout / ".venv" / "installed-run").unlink()
     settings = checkout / "pip.conf"
     settings.write_text("[global]\nextra-index-url = http://127.0.0.1:9/other\nfind-links = /other\n")
@@ -180,7 +180,7 @@ def test_help_names_every_command_and_mode(words: list[str]) -> None:
 
 
 DOCKER = """#!/bin/sh
-# An engine that does nothing: it writes down what it is asked for, and the Compose file that ./run made.
+# A fake engine: it writes its arguments, and the Compose file that ./run made, to files.
 echo "$*" >>asked
 for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
 case "$*" in *--check*) exit "$REFUSES" ;; esac
@@ -247,8 +247,13 @@ def test_fewer_exit_codes_than_ranks_return_3(checkout: Path) -> None:
 
 
 def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path) -> None:
-    """As distlab/lab/config does, which never sees variables that are not in the Compose file."""
-    named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
+    """./run must check names itself: distlab/lab/config gets no variables that are not in the Compose file."""
+    named = [
+        "RUN_MODE",
+        "RANK",
+        "MASTER_PORT",
+        "LAB_KEY_FILE",
+    ]  # each misspelt name takes a process that searches for the right one
     slipped = {slip for name in named for slip in one_typo_from(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()
     done = run_under_an_engine(checkout, WORLD_SIZE="9", **dict.fromkeys([*slipped, *others], "2"))
@@ -347,9 +352,11 @@ def test_a_second_run_in_a_clone_is_refused(
         )
         asked = (checkout / "asked").read_text()
         assert "compose down" not in asked and "compose up" not in asked
-        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="distlab").returncode == 2, "the same by its name"
+        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="distlab").returncode == 2, (
+            "the same name as by default"
+        )
         assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="other").returncode == 0
-    assert run_under_an_engine(checkout).returncode == 0, "one that was killed leaves its file behind, and no lock"
+    assert run_under_an_engine(checkout).returncode == 0, "a killed run leaves its file without a lock"
     assert list(checkout.glob(".running*")) == []
 
 
@@ -361,7 +368,7 @@ def test_a_run_of_another_folder_is_not_stopped(checkout: Path) -> None:
     )
     assert "compose down" not in (checkout / "asked").read_text()
     assert run_under_an_engine(checkout, ELSEWHERE=str(checkout)).returncode == 0, (
-        "what an earlier run has left is its own"
+        "the containers belong to an earlier run of this folder"
     )
 
 

@@ -125,7 +125,7 @@ printed("rank 0 | PASS")
 
 
 def test_each_line_is_one_write() -> None:
-    reads, writes = os.pipe2(os.O_DIRECT)  # each read returns what one write has left
+    reads, writes = os.pipe2(os.O_DIRECT)  # each read returns the data of one write
     command, environ = [sys.executable, "-c", PARTS], os.environ | {"PYTHONUNBUFFERED": "1"}
     subprocess.run(command, stdout=writes, env=environ, timeout=30, check=True)
     os.close(writes)

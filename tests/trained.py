@@ -25,7 +25,7 @@ from tests.labs import built, copy_state
 
 TOLERANCE = 1e-12
 KINDS = ("gradients", "weights", "optimizer")
-GATHERED_BY_ALL = ("dp", "cp")  # whose ranks all have the dense tensors
+GATHERED_BY_ALL = ("dp", "cp")  # modes in which all ranks get the dense tensors
 
 
 def runnable(config: Config, names: tuple[str, ...] = ()) -> list[str]:
@@ -101,7 +101,7 @@ def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
 def replica_difference(strategy: Any, group: dist.ProcessGroup) -> float:
     """Return the largest difference between replicated weights."""
     replicas = strategy.alike("weights") if hasattr(strategy, "alike") else ()
-    everyone: list[Any] = [None] * group.size()  # as arrays, whose pickles take a tenth of the time of tensors'
+    everyone: list[Any] = [None] * group.size()  # as arrays, because pickling them takes a tenth of the time
     dist.all_gather_object(everyone, {name: tensor.detach().numpy() for name, tensor in replicas}, group=group)
     first = {name: array for of_rank in reversed(everyone) for name, array in of_rank.items()}
     return max(

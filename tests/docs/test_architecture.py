@@ -1,4 +1,4 @@
-"""docs/architecture.md: the layout is that of the tree, and the layers are those that tests/test_imports.py checks."""
+"""docs/architecture.md: the layout matches the tree, and the layers match those of tests/test_imports.py."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ FOLDERS = [path for path in PARTS if not path.is_symlink()]
 
 
 def layers() -> dict[str, int]:
-    """Each folder with the number of its layer, 0 at the top."""
+    """Return the number of each folder's layer, 0 at the top."""
     (text,) = re.findall(r"From the top: (.*?)\.\n", PAGE, re.DOTALL)
     return {name: number for number, layer in enumerate(text.split(" > ")) for name in spans(layer)}
 
@@ -54,7 +54,7 @@ def test_the_layers_agree_with_the_allowed_imports() -> None:
 NAMED = re.compile(r"(?<![\w*{}/.<-])((?:[a-z_]+/)*[a-z_]\w*\.py)\b")
 BENCHMARK = re.compile(r"\bbenchmarks\.([a-z_]+)")
 SOURCES = [*TOP.glob("distlab/**/*.py"), *TOP.glob("experiments/**/*.py")]
-# The last three are the standard library's, by which a wait in it is known.
+# The last three belong to the standard library; the code recognizes waits by them.
 NAMES_OF_FILES = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {
     "threading.py",
     "queue.py",
@@ -63,7 +63,7 @@ NAMES_OF_FILES = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} 
 
 
 def missing_files(source: str) -> list[str]:
-    """The files and benchmarks that a source names and that are not there: by the path from the top, or by name."""
+    """Return the files and benchmarks that a source names, by path or by name, and that do not exist."""
     named = [name for name in NAMED.findall(source) if not name.startswith(("mine/", "torch/"))]
     files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in NAMES_OF_FILES)]
     benchmarks = {path.stem for path in (TOP / "benchmarks").iterdir()}

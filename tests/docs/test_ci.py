@@ -1,6 +1,7 @@
-"""The workflow for users' own repositories: docs/running.md names its steps, and they do in a fresh folder what they say.
+"""The workflow for users' own repositories: docs/running.md names its steps, and they work in a new folder.
 
-Those that need a network (actions, installation) are left out; the lab that they would install is a command on the PATH.
+Steps that need a network (actions, installation) are left out; instead of an installed lab there is a command on the
+PATH.
 """
 
 import os
@@ -24,12 +25,12 @@ HANGS = SCRIPT.replace("dist.all_reduce(x)", "dist.get_rank() or dist.all_reduce
 
 
 def commands(job: str) -> dict[str, str]:
-    """The shell lines of a job by the name of their step."""
+    """Return the shell lines of a job's steps by name."""
     return {step["name"]: step["run"] for step in WORKFLOW["jobs"][job]["steps"] if "run" in step}
 
 
 def run_step(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A step in this folder, by the shell that GitHub runs it with."""
+    """Run a step in this folder with the shell that GitHub uses."""
     known = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
     environ = {name: value for name, value in os.environ.items() if not known.match(name)} | variables
     return subprocess.run(
@@ -39,7 +40,7 @@ def run_step(script: str, folder: Path, **variables: str) -> subprocess.Complete
 
 
 def fresh_repository(folder: Path, script: str) -> Path:
-    """A repository of a user with a script and a model."""
+    """Make a user's repository with a script and a model."""
     folder.mkdir()
     (folder / "train.py").write_text(script.replace("import only_installed\n", ""))
     (folder / "model.py").write_text(MODEL)

@@ -1,7 +1,7 @@
-"""docs/practice.md and docs/lessons.md: each command does what the page says of it, and the minutes add up.
+"""docs/practice.md and docs/lessons.md: each command shows what the page says, and the minutes add up.
 
-A time is not measured again, since it would be this machine's load that is tested: a command that names 20 s has a
-bound on the layers that all of its timed steps run through.
+Times are not measured, because that would test the load of this machine. Instead, a command that names 20 s has a limit
+on the number of layers in all of its timed steps.
 """
 
 import json
@@ -19,9 +19,9 @@ from tests.launched import clean, ended_warm
 from tests.test_coverage_runs import EXPECTED
 
 QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
-LAYERS_A_SECOND = 40  # of all ranks on two cores, with the start of a run and its proof; the steps here take 10 to 16
+LAYERS_PER_S = 40  # of all ranks on two cores, including start and proof; the steps of the page run 10 to 16
 STEP = re.compile(r"^### Step (\d): .*?(?=^##)", re.DOTALL | re.MULTILINE)
-# What step by step the page tells one to look at, as the report or the log has it.
+# The text that each step of the page asks the reader to find in the report or the log.
 EXPECTED_TEXT = {
     "1": r"A ring all_reduce",
     "2": r"flat +[\d.]+e-1\d +.*passed",
@@ -34,7 +34,7 @@ STEPS = {step[1]: step[0] for step in STEP.finditer(page("practice"))}
 
 
 def settings(line: str) -> dict[str, str]:
-    """The variables of a line that ends in `make run` or `make quick`."""
+    """Return the variables of a line that ends in `make run` or `make quick`."""
     words = shlex.split(line, comments=True)
     named = dict(word.split("=", 1) for word in words if "=" in word)
     return (QUICK if words[-1] == "quick" else {}) | named
@@ -58,7 +58,7 @@ def test_the_command_of_a_step_shows_its_topic(step: str, tmp_path: Path) -> Non
     timed = sum(len(each["step_seconds"]) for each in run["variants"])
     layers = timed * int(run["config"]["LAB_DEPTH"]) * int(run["world_size"])
     (stated_s,) = re.findall(r"# (\d+) s", line)
-    assert layers <= LAYERS_A_SECOND * int(stated_s), "it takes more steps than it can in the time that it names"
+    assert layers <= LAYERS_PER_S * int(stated_s), "too many steps for the time that the page names"
 
 
 def test_the_class_has_six_steps_in_90_minutes() -> None:
@@ -80,7 +80,7 @@ def test_the_path_goes_through_every_mode_once() -> None:
 
 
 def test_each_command_of_the_lessons_page_is_tested() -> None:
-    """By tests/test_coverage_runs.py; with other numbers of ranks it is the same lesson."""
+    """tests/test_coverage_runs.py runs them; another number of ranks counts as the same command."""
     named = {
         span for _, row in tables(page("lessons")) for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")
     }
@@ -90,10 +90,10 @@ def test_each_command_of_the_lessons_page_is_tested() -> None:
 
 
 def test_each_claim_of_the_lessons_page_has_a_command() -> None:
-    """A run, a puzzle, a plan, or a script whose output a page of docs/modes shows."""
+    """The command is a run, a puzzle, a plan, or a script whose output a page of docs/modes shows."""
     promises, _, _ = page("lessons").partition("## Where the lessons are wrong")
     shown = "".join(page(f"modes/{name}") for name in modes())
-    for _, row in list(tables(promises))[4:]:  # behind those that say where to begin
+    for _, row in list(tables(promises))[4:]:  # the first rows say where to begin
         commands = spans(row[1])
         assert commands, row
         for command in commands:

@@ -1,4 +1,4 @@
-"""The scripts of docs/examples: what test_outputs.py does not see of them, that nothing is left and that formulas hold."""
+"""The scripts of docs/examples, beyond their output: they leave no process, and their formulas are correct."""
 
 import runpy
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_eight_waiting_ranks_are_as_fast_as_three() -> None:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """The processes that stand in a folder."""
+    """Return the processes whose working folder is `folder`."""
     found = []
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
@@ -37,7 +37,7 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
-    """Of one that starts itself again and again, and of one that does not end."""
+    """Tested with a program that starts itself repeatedly, and one that does not end."""
     bomb = script("fork_bomb.py")
     started, worked, _ = bomb.contained(bomb.PROGRAMS["without it, and without Python's own check"], tmp_path)
     assert bomb.MOST < started <= 2 * bomb.MOST + bomb.WORKERS and worked == 0

@@ -1,5 +1,4 @@
-"""docs/modes: a short page per mode with one question, its figures those of the code, the limit of `make fit` by the
-formulas."""
+"""docs/modes: one short page per mode with one question; its figures and the limit of `make fit` equal the formulas."""
 
 import re
 from pathlib import Path
@@ -72,7 +71,9 @@ def test_the_table_of_modes_has_the_pages_questions() -> None:
 
 @pytest.mark.parametrize("name", modes())
 def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
-    text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # which has the bugs of checkpoints
+    text = " ".join(
+        (page(f"modes/{name}") + page("modes/README")).split()
+    )  # the second page has the bugs of checkpoints
     named = dict(re.findall(r"`(\w+)`:? [^`]*\(`([^`]+)`\)", text))
     assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
 

@@ -1,4 +1,4 @@
-"""What all pages point to is there: pages, headings, files, commands, settings."""
+"""Everything that a page refers to exists: pages, headings, files, commands, settings."""
 
 import importlib.util
 import re
@@ -21,7 +21,7 @@ VARIABLES = {*names(), "COMPOSE_FILE"}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
-    """Links to a page or a heading that is not there; those to other sites are not followed."""
+    """Return links to a missing page or heading; links to other sites are not followed."""
     dead = []
     for link in LINK.finditer(prose(text)):
         path, anchor = link["path"], link["anchor"]
@@ -36,7 +36,7 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def command_faults(line: str) -> list[str]:
-    """What is wrong with a line of a shell block: a target, a module, a file or a variable that does not exist."""
+    """Return the targets, modules, files and variables of a shell line that do not exist."""
     wrong = []
     for part in line.split("&&"):
         words = shlex.split(part, comments=True)
@@ -47,7 +47,7 @@ def command_faults(line: str) -> list[str]:
 
 
 def program_faults(words: list[str]) -> list[str]:
-    """What is wrong with the program that is called."""
+    """Return what a called program refers to and does not exist."""
     files = [name for option, name in pairwise(words) if option == "-f" and name != "-"]  # the standard input
     wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
     if words[:1] == ["make"]:
@@ -62,7 +62,7 @@ def program_faults(words: list[str]) -> list[str]:
 
 
 def missing_module(name: str) -> list[str]:
-    """A module that `python -m` could not run."""
+    """Return a sentence if `python -m` could not run this module."""
     found = importlib.util.find_spec(name)
     if found is not None and found.submodule_search_locations is not None:
         found = importlib.util.find_spec(f"{name}.__main__")
@@ -85,13 +85,13 @@ def test_named_files_and_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_lines_are_not_too_long(page: Path) -> None:
-    free = ("|", "<!--", "![")  # tables, and what nobody reads as text
+    free = ("|", "<!--", "![")  # tables, comments and images
     lines = [line for line in prose(page.read_text()).splitlines() if not line.startswith(free)]
     assert [line for line in lines if len(line) > WIDEST] == []
 
 
 def too_large(docs: Path) -> list[str]:
-    """The pages of a folder that have too many bytes, and so their sums and their number."""
+    """Return the pages of a folder that have too many bytes, and sums and numbers of pages that are too large."""
     sizes = {str(path.relative_to(docs)): path.stat().st_size for path in docs.glob("**/*.md")}
     without_modes = sum(size for name, size in sizes.items() if not name.startswith("modes"))
     bounds = [(name, size, PAGE_BYTES) for name, size in sizes.items()] + [
@@ -103,7 +103,7 @@ def too_large(docs: Path) -> list[str]:
 
 
 def test_the_pages_are_short_and_few() -> None:
-    """What a page loses has a place: outputs in benchmarks/RESULTS.md, files and tests in tests/coverage.toml."""
+    """Move what does not fit: outputs to benchmarks/RESULTS.md, lists of files and tests to tests/coverage.toml."""
     assert too_large(TOP / "docs") == []
 
 

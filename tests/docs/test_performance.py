@@ -1,4 +1,4 @@
-"""benchmarks/RESULTS.md is judged by the targets and the choices of this code, and docs/performance.md shows its figures."""
+"""benchmarks/RESULTS.md has the targets and choices of this code, and docs/performance.md shows its figures."""
 
 import re
 
@@ -125,7 +125,7 @@ SHOWN = {
 
 
 def printed(mode: str, ranks: str, variant: str, time: str, target: str = "") -> bool:
-    """Whether the results have this time and target for a variant."""
+    """Return whether the results have this time and target for a variant."""
     line = rf"^{mode} +{ranks} +{variant} +[\d.]+ +{re.escape(time)} \(\S+\) +\S+(?: \(\S+\))? +{re.escape(target)}"
     return bool(re.search(line, PAGE, re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""README and CHANGELOG: short enough to be read; the picture of a run with the command that made it."""
+"""README and CHANGELOG are short, and quotes and the picture match their sources."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_the_changelog_is_short() -> None:
 
 @pytest.mark.parametrize("block", QUOTED.findall(README.read_text()), ids=lambda block: block[0])
 def test_the_lines_quoted_from_a_page_exist(block: tuple[str, str]) -> None:
-    """In this order; the command in front of it is shortened."""
+    """The lines exist in this order; the command above them is shortened."""
     name, lines = block
     rest = page(name)
     for line in [line for line in lines.splitlines() if not line.startswith("$ ")]:

@@ -1,4 +1,4 @@
-"""The site: what its pages are made of, and, where `./install docs` was run, that it is built without a warning."""
+"""The site: the contents of its pages, and, after `./install docs`, its build without a warning."""
 
 import importlib.util
 import subprocess
@@ -16,7 +16,7 @@ PYTHON = TOP / ".venv-docs" / "bin" / "python"
 
 
 def module(name: str) -> ModuleType:
-    """A file of docs/site, which is no package."""
+    """Import a file of docs/site, which is no package."""
     spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,6 @@
-"""Words that a reader does not meet: log, report, help, the lessons, README and docs use the field's own.
+"""Refused words: the log, the report, the help, the lessons, README and docs use the terms of the field.
 
-`REFUSED` has each as a regex beside what to say instead; `KEPT` has the names that the stable interface froze.
+`REFUSED` has each word as a regex with its replacement; `KEPT` has names that the stable interface froze.
 """
 
 import html
@@ -62,7 +62,7 @@ KEPT = (
 
 
 def found(text: str) -> list[str]:
-    """The refused words in a text, each with its line."""
+    """Return the refused words in a text, each with its line."""
     for kept in KEPT:
         text = re.sub(kept, "", text, flags=re.IGNORECASE | re.MULTILINE)
     return [
@@ -73,7 +73,7 @@ def found(text: str) -> list[str]:
     ]
 
 
-# An earlier version's runs: their records have its sentences, which a page quotes.
+# Runs of an earlier version; their records contain its sentences, which a page quotes.
 OLD: dict[str, Ranks] = {run.name: read_run(run) for run in sorted((TOP / "tests" / "data" / "runs").iterdir())}
 RUNS: dict[str, Ranks] = {
     "good": good_run(),
@@ -119,7 +119,7 @@ def test_the_mode_descriptions_have_no_refused_word(mode: str) -> None:
 
 
 def outside_code(text: str) -> str:
-    """A page without what a command prints, code, comments and the targets of links."""
+    """Return a page without output of commands, code, comments and the targets of links."""
     return re.sub(
         r"<!-- output of:.*?<!-- end -->|<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`|\]\([^)]*\)",
         "",
