@@ -75,10 +75,10 @@ def bug_settings(run_mode: str, bug: str) -> dict[str, str]:
     config = Config.read(TINY | {"WORLD_SIZE": str(WORLD_SIZE)} | settings)
     if config.num_microbatches < needs.microbatches:
         settings["LAB_MICROBATCHES"] = str(needs.microbatches)
-    return settings | {"LAB_VARIANT": ",".join(makers(mode, bug, config))}
+    return settings | {"LAB_VARIANT": ",".join(variants_with_bug(mode, bug, config))}
 
 
-def makers(mode: Mode, bug: str, config: Config) -> list[str]:
+def variants_with_bug(mode: Mode, bug: str, config: Config) -> list[str]:
     """Return the variants that can have a bug with these settings; if all can, the second that runs.
 
     The first variant is the naive one, which makes dozens of calls per step: it is omitted if another one can have

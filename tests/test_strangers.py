@@ -174,14 +174,14 @@ def test_a_check_under_attack_has_the_same_findings(command_name: str, tmp_path:
 
 
 def test_the_store_of_a_pool_rejects_strangers(ranks: Ranks) -> None:
-    ranks(1, place)
+    ranks(1, rank_of)
     assert ranks._store is not None
     port = ranks._store.port
     assert attack_as_tcp_store(port) == ""
     assert all(len(answer_to(port, words)) < 100 for words in FORGED.values())
     assert Port("127.0.0.1", port) in ports_of(os.getpid())
-    assert ranks(2, place) == [0, 1]
+    assert ranks(2, rank_of) == [0, 1]
 
 
-def place(group: object) -> int:
+def rank_of(group: object) -> int:
     return int(group.rank())  # type: ignore[attr-defined]

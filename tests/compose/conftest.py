@@ -47,14 +47,14 @@ def clone(image: str, tmp_path: Path) -> Iterator[Path]:
         if (TOP / file).is_file() or (TOP / file).is_symlink():  # experiments and engines are links in the package
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(TOP / file, folder / file, follow_symlinks=False)
-    own(image, folder, "1234:1234")
+    change_owner(image, folder, "1234:1234")
     yield folder
     call("docker", "compose", "down", "--remove-orphans", "--timeout", "0", environ={"WORLD_SIZE": "8"}, folder=folder)
     subprocess.run(["docker", "rmi", "--force", f"distlab:{folder.name}"], capture_output=True, check=False, timeout=60)
     give_back(image, tmp_path)
 
 
-def own(image: str, folder: Path, owner: str) -> None:
+def change_owner(image: str, folder: Path, owner: str) -> None:
     """Change the owner of a folder in a container, which any user of Docker may do."""
     call(
         "docker",
@@ -73,4 +73,4 @@ def own(image: str, folder: Path, owner: str) -> None:
 
 def give_back(image: str, folder: Path) -> None:
     """Give a folder back to this user, so that pytest can remove it."""
-    own(image, folder, f"{os.getuid()}:{os.getgid()}")
+    change_owner(image, folder, f"{os.getuid()}:{os.getgid()}")

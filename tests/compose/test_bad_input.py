@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.conftest import own
+from tests.compose.conftest import change_owner
 from tests.compose.containers import TINY, TOP, Containers, call
 
 pytestmark = pytest.mark.compose
@@ -74,7 +74,7 @@ def test_every_rank_refuses_invalid_settings(
 
 
 def test_an_unwritable_folder_of_runs_is_refused(cluster: Containers, image: str) -> None:
-    own(image, cluster.runs, "1234:1234")
+    change_owner(image, cluster.runs, "1234:1234")
     change_mode(image, cluster.runs, "555")
     codes = cluster.run(2, **TINY)
     assert_refused(cluster, codes, "runs/ cannot be written by its owner, uid 1234")

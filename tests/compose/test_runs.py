@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.conftest import own
+from tests.compose.conftest import change_owner
 from tests.compose.containers import TINY, Containers, call
 
 pytestmark = pytest.mark.compose
@@ -72,7 +72,7 @@ def test_a_failed_check_exits_1_on_every_rank(cluster: Containers) -> None:
 
 
 def test_files_belong_to_the_owner_of_runs(cluster: Containers, image: str) -> None:
-    own(image, cluster.runs, "4321:4322")
+    change_owner(image, cluster.runs, "4321:4322")
     codes = cluster.run(2, LAB_VARIANT="flat", **TINY)
     assert set(codes.values()) == {0}, cluster.logs()
     assert {owner(path) for path in cluster.runs.rglob("*")} == {(4321, 4322)}

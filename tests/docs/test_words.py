@@ -61,7 +61,7 @@ KEPT = (
 )
 
 
-def found(text: str) -> list[str]:
+def refused_words(text: str) -> list[str]:
     """Return the refused words in a text, each with its line."""
     for kept in KEPT:
         text = re.sub(kept, "", text, flags=re.IGNORECASE | re.MULTILINE)
@@ -88,7 +88,7 @@ OLD_WORDS = r"the others went on"
 def test_the_log_has_no_refused_word(name: str) -> None:
     records = (OLD | RUNS)[name]
     lines = verdict_lines(judge(records), records, None)
-    assert found(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
+    assert refused_words(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -96,26 +96,26 @@ def test_the_report_has_no_refused_word(name: str) -> None:
     made = page(judge(RUNS[name]), RUNS[name])
     made = re.sub(r"<(style|script)\b.*?</\1>", "", made, flags=re.DOTALL)
     text = html.unescape(re.sub(r"<[^>]+>", "\n", made))
-    assert found(text) == []
+    assert refused_words(text) == []
 
 
 def test_the_help_has_no_refused_word() -> None:
-    assert [fault for command in (None, *COMMANDS) for fault in found("\n".join(help_lines(command)))] == []
+    assert [fault for command in (None, *COMMANDS) for fault in refused_words("\n".join(help_lines(command)))] == []
 
 
 def test_the_variables_have_no_refused_word() -> None:
     descriptions = [field.description or "" for field in Config.model_fields.values()]
-    assert found("\n".join(descriptions)) == []
+    assert refused_words("\n".join(descriptions)) == []
 
 
 @pytest.mark.parametrize("mode", modes())
 def test_the_injected_bugs_have_no_refused_word(mode: str) -> None:
-    assert found("\n".join(mistake_lines(load(mode)))) == []
+    assert refused_words("\n".join(mistake_lines(load(mode)))) == []
 
 
 @pytest.mark.parametrize("mode", modes())
 def test_the_mode_descriptions_have_no_refused_word(mode: str) -> None:
-    assert found(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
+    assert refused_words(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
 
 
 def outside_code(text: str) -> str:
@@ -130,9 +130,9 @@ def outside_code(text: str) -> str:
 
 @pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_the_pages_have_no_refused_word(path: Path) -> None:
-    assert found(outside_code(path.read_text())) == []
+    assert refused_words(outside_code(path.read_text())) == []
 
 
 def test_a_refused_word_is_found() -> None:
-    assert found("naive 1.1e-16 held") == ["'held' in 'naive 1.1e-16 held', say: passed, kept or compared with"]
-    assert found("loss on held-out samples; threshold; 1 of 9 checks failed: drill") == []
+    assert refused_words("naive 1.1e-16 held") == ["'held' in 'naive 1.1e-16 held', say: passed, kept or compared with"]
+    assert refused_words("loss on held-out samples; threshold; 1 of 9 checks failed: drill") == []

@@ -133,7 +133,7 @@ def test_stored_bytes_of_a_small_model_include_positions(runs: Runs) -> None:
     assert all(each["measured"] == pytest.approx(each["predicted"], rel=1e-3) for each in rest), rest
 
 
-# --- what cannot run ---
+# --- PyTorch's variant ---
 
 
 def error_of_torch(group: dist.ProcessGroup, config: Config) -> str:

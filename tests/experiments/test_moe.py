@@ -320,7 +320,7 @@ def test_tokens_are_bytes_of_text_or_samples() -> None:
 def test_no_dispatch_keeps_rows_on_their_rank() -> None:
     stays = NoDispatch(1)
     assert stays.send_order([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
-    assert stays("rows", [[1, 2], [0, 3]], lambda *given: given) == ("rows", [0, 3])  # type: ignore[arg-type]
+    assert stays("rows", [[1, 2], [0, 3]], lambda *arguments: arguments) == ("rows", [0, 3])  # type: ignore[arg-type]
 
 
 def test_balance_is_a_loss_or_nothing() -> None:

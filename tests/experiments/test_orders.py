@@ -113,7 +113,7 @@ def test_dp_gradient_sizes_equal_the_models() -> None:
     assert not any(name.endswith("project.weight") for name in sizes)
 
 
-# --- pp: every schedule against the rules of the papers, and each rule broken ---
+# --- pp: every schedule follows the rules of the papers, and each broken rule is detected ---
 
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 13)))

@@ -82,7 +82,7 @@ def test_stored_bytes_per_parameter() -> None:
     assert {name: (at_rest(adam, name).value[0] - counters) / sum(sizes) for name in MODE.names} == wanted
 
 
-# --- a strategy by itself ---
+# --- single strategies ---
 
 
 def strategy_and_parts(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica, list[Any]]:

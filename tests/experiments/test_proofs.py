@@ -208,7 +208,7 @@ def test_counted_traffic_equals_the_prediction(ranks: Ranks, case: Case) -> None
                 assert predicted[name, "activation bytes"].value[rank] == pytest.approx(saved, rel=1e-12)
 
 
-# --- a strategy by itself ---
+# --- single strategies ---
 
 RESUMED = [
     *(Case("fsdp", 3, ADAM | {"LAB_TIE": "1"}, (name,)) for name in (*ours("fsdp"), "fsdp2") if name != "plain"),
