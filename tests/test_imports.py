@@ -199,11 +199,8 @@ def cycles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 LEAST_LINES = 60
-BY_PATH = (
-    "options",
-    "__main__",
-    "__init__",
-)  # the settings read a mode's options.py by its path, and Python the others
+# The settings read a mode's options.py by its path, and Python the others.
+BY_PATH = ("options", "__main__", "__init__")
 
 
 def parts_of_another(modules: Mapping[str, str]) -> dict[str, str]:

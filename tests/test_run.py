@@ -248,12 +248,7 @@ def test_fewer_exit_codes_than_ranks_return_3(checkout: Path) -> None:
 
 def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path) -> None:
     """./run must check names itself: distlab/lab/config gets no variables that are not in the Compose file."""
-    named = [
-        "RUN_MODE",
-        "RANK",
-        "MASTER_PORT",
-        "LAB_KEY_FILE",
-    ]  # each misspelt name takes a process that searches for the right one
+    named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # few, because ./run starts a process per wrong name
     slipped = {slip for name in named for slip in one_typo_from(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()
     done = run_under_an_engine(checkout, WORLD_SIZE="9", **dict.fromkeys([*slipped, *others], "2"))

@@ -80,10 +80,8 @@ class Stranger:
         while not self._over.is_set():
             self.found |= ports_of(self._pid)
             for port in self.found - begun:
-                for act in (
-                    self._send_forged,
-                    self._connect_as_torch,
-                ):  # in threads, because a run may end before torch's client does
+                # In threads, because a run may end before torch's client does.
+                for act in (self._send_forged, self._connect_as_torch):
                     threading.Thread(target=act, args=(port,), daemon=True).start()
             begun |= self.found
             time.sleep(0.05)

@@ -189,9 +189,7 @@ def test_the_restart_overlay_resumes_every_rank() -> None:
             "restart",
             "5",
         )
-        assert (
-            service["init"] is True
-        )  # else the rank would be PID 1, which SIGKILL from inside the container cannot end
+        assert service["init"] is True  # else the rank is PID 1, which SIGKILL from inside cannot end
     named = resolved(FILES[0], "compose/restart.yaml", LAB_RUN_ID="mine", LAB_CHECKPOINT_EVERY="9")["services"][
         "worker1"
     ]

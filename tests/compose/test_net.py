@@ -28,9 +28,8 @@ def test_a_run_prints_the_requested_and_measured_link(cluster: Containers) -> No
         int(capabilities, 16) & NET_ADMIN for name, capabilities in programs if name in ("python", "entrypoint.sh")
     ]
     assert has_net_admin == [0, 0]  # the entry point, and the rank
-    assert any(
-        int(capabilities, 16) & NET_ADMIN for _, capabilities in programs
-    )  # init is root and keeps its capabilities
+    # init is root and keeps its capabilities.
+    assert any(int(capabilities, 16) & NET_ADMIN for _, capabilities in programs)
     assert set(cluster.wait().values()) == {0}, cluster.logs()
     run, log = cluster.verdict(), cluster.log(0)
     assert run["verdict"] == "pass"

@@ -55,17 +55,13 @@ NAMED = re.compile(r"(?<![\w*{}/.<-])((?:[a-z_]+/)*[a-z_]\w*\.py)\b")
 BENCHMARK = re.compile(r"\bbenchmarks\.([a-z_]+)")
 SOURCES = [*TOP.glob("distlab/**/*.py"), *TOP.glob("experiments/**/*.py")]
 # The last three belong to the standard library; the code recognizes waits by them.
-NAMES_OF_FILES = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {
-    "threading.py",
-    "queue.py",
-    "selectors.py",
-}
+FILES = {path.name for path in (*SOURCES, *TOP.glob("tests/**/*.py"))} | {"threading.py", "queue.py", "selectors.py"}
 
 
 def missing_files(source: str) -> list[str]:
     """Return the files and benchmarks that a source names, by path or by name, and that do not exist."""
     named = [name for name in NAMED.findall(source) if not name.startswith(("mine/", "torch/"))]
-    files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in NAMES_OF_FILES)]
+    files = [name for name in named if not ((TOP / name).exists() if "/" in name else name in FILES)]
     benchmarks = {path.stem for path in (TOP / "benchmarks").iterdir()}
     return files + [f"benchmarks.{name}" for name in BENCHMARK.findall(source) if name not in benchmarks]
 

@@ -71,9 +71,7 @@ def test_the_table_of_modes_has_the_pages_questions() -> None:
 
 @pytest.mark.parametrize("name", modes())
 def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
-    text = " ".join(
-        (page(f"modes/{name}") + page("modes/README")).split()
-    )  # the second page has the bugs of checkpoints
+    text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # README has the bugs of checkpoints
     named = dict(re.findall(r"`(\w+)`:? [^`]*\(`([^`]+)`\)", text))
     assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
 

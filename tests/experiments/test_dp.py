@@ -123,10 +123,7 @@ def test_stored_bytes_equal_the_formula(ranks: Ranks, world_size: int, settings:
             assert stored["activations"] == 0, name
             assert sum(stored.values()) - stored["communication"] == predicted[name][rank], name
         communication = {name: stored["communication"] for name, stored in of_rank.items() if stored["communication"]}
-        assert set(communication) == {
-            "ring",
-            "ddp",
-        }  # the ring's scratch memory, and DDP's buckets next to the gradients
+        assert set(communication) == {"ring", "ddp"}  # scratch memory, and DDP's buckets next to the gradients
         assert communication["ddp"] == gradients
 
 

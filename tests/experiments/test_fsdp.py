@@ -111,9 +111,8 @@ def test_fully_shard_sends_the_predicted_bytes(ranks: Ranks, tmp_path: Path, res
     (wire,) = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes"]
     size = 4 * outline(config_of(2, LAB_WIDTH="64")).num_parameters()
     assert wire["predicted"] == pytest.approx(moves / 2 * size)
-    assert (
-        abs(wire["measured"] - wire["predicted"]) <= wire["tolerance"]
-    )  # informational in a run, because it is PyTorch's
+    # A run does not decide by it, because the variant is PyTorch's.
+    assert abs(wire["measured"] - wire["predicted"]) <= wire["tolerance"]
 
 
 def test_tied_ends_are_one_unit() -> None:

@@ -77,10 +77,8 @@ def test_every_k_sees_the_same_samples_once(model: str) -> None:
     base = Stream(config, 1, config.steps, torch.device("cpu"), torch.float32, uneven=True)
     for k in multiples(config):
         stream = base.times(k)
-        failed_checks = [
-            place for step in range(8 // k) for rank in range(3) for place in stream.sample_ids(step, rank, 3)
-        ]
-        assert failed_checks == base.trained.tolist() and len(failed_checks) == len(set(failed_checks)) == 8 * 7
+        ids = [sample for step in range(8 // k) for rank in range(3) for sample in stream.sample_ids(step, rank, 3)]
+        assert ids == base.trained.tolist() and len(ids) == len(set(ids)) == 8 * 7
         parts = [part for rank in range(3) for part in stream.microbatches(0, rank, 3)]
         inputs = torch.cat([base.full(step).inputs for step in range(k)])
         assert torch.equal(torch.cat([part.inputs for part in parts]), inputs)

@@ -75,11 +75,7 @@ BUCKETS = {"1.w": 7, "1.b": 7, "0.w": 8, "0.b": 8}
         ([*GRADIENTS, END, LAST_SUM, FIRST_SUM], 0, 1),  # only the sum of the first layer may be launched this late
         ([*GRADIENTS, LAST_SUM, FIRST_SUM, END], 2, 1),  # before the end, but not immediately
         ([GRADIENTS[0], LAST_SUM, *GRADIENTS[1:], FIRST_SUM, END], 2, 1),  # before its gradients are computed
-        (
-            [*GRADIENTS[2:], *GRADIENTS[:2], LAST_SUM, FIRST_SUM, END],
-            2,
-            0,
-        ),  # ready early, but launched in the fixed order
+        ([*GRADIENTS[2:], *GRADIENTS[:2], LAST_SUM, FIRST_SUM, END], 2, 0),  # launched in the fixed order
     ],
     ids=["at_once", "after", "late", "too_soon", "in_turn"],
 )
@@ -94,10 +90,7 @@ def test_dp_early_and_late_bucket_launches_are_counted(events: list[Event], earl
     [
         ([*GRADIENTS[:2], LAST_SUM, *GRADIENTS[2:], FIRST_SUM, END], 0),
         ([*GRADIENTS, LAST_SUM, FIRST_SUM, END], 10),
-        (
-            [*GRADIENTS[2:], *GRADIENTS[:2], FIRST_SUM, LAST_SUM, END],
-            0,
-        ),  # the first layer's bucket could not be sent earlier
+        ([*GRADIENTS[2:], *GRADIENTS[:2], FIRST_SUM, LAST_SUM, END], 0),  # only the first layer's bucket waits
     ],
 )
 def test_dp_bytes_waiting_for_the_first_layer_are_counted(events: list[Event], most: int) -> None:
@@ -120,9 +113,7 @@ SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 13)))
 
 
 def passes_of(actions: list[schedules.Action], ranks: int) -> list[Pass]:
-    return [
-        Pass(action.kind, action.stage // ranks, action.microbatch) for action in actions
-    ]  # also in a V-shaped schedule
+    return [Pass(action.kind, action.stage // ranks, action.microbatch) for action in actions]
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
@@ -208,14 +199,10 @@ def test_pp_silent_weight_passes_are_assigned_to_chunks() -> None:
     seen = Pass("weight", 1, 0)
     assert assign_weight_passes([seen, Pass("weight", -1, 0)], 2) == [seen, Pass("weight", 0, 0)]
     unseen = [Pass("weight", -1, 0)] * 2
-    assert assign_weight_passes(unseen, 2) == [
-        Pass("weight", 1, 0),
-        Pass("weight", 0, 0),
-    ]  # the backward pass begins with the last chunk
-    assert assign_weight_passes([seen, *unseen], 2)[1:] == [
-        Pass("weight", 0, 0),
-        unseen[0],
-    ]  # one too many stays unassigned
+    # The backward pass begins with the last chunk.
+    assert assign_weight_passes(unseen, 2) == [Pass("weight", 1, 0), Pass("weight", 0, 0)]
+    # One too many stays unassigned.
+    assert assign_weight_passes([seen, *unseen], 2)[1:] == [Pass("weight", 0, 0), unseen[0]]
     assert assign_weight_passes([Pass("input", -1, 0)], 1) == [Pass("input", -1, 0)]
 
 
@@ -252,12 +239,7 @@ def test_tp_misplaced_collectives_are_named() -> None:
     back = (SCATTER, *block, GATHER)
     right = [(SCATTER,), block, (GATHER,), (SUM, SUM)]
     assert sliced.misplaced("sequence", order_of_layers(right, back), config) == []
-    early = [
-        (SCATTER, GATHER),
-        (SCATTER, GATHER, SCATTER, GATHER),
-        (),
-        (SUM, SUM),
-    ]  # gathered directly after each scatter
+    early = [(SCATTER, GATHER), (SCATTER, GATHER, SCATTER, GATHER), (), (SUM, SUM)]  # a gather after each scatter
     assert (
         "layer 0 calls reduce_scatter, all_gather forward"
         in sliced.misplaced("sequence", order_of_layers(early, back), config)[0]

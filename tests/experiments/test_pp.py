@@ -207,4 +207,4 @@ def test_stored_bytes_count_a_tied_weight_once() -> None:
     assert stored_bytes(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
     assert stored_bytes(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == stored_bytes(
         config_of(2), [0, 1, 1, 0], 1
-    )  # a stage without an end of the model
+    )  # the second rank's stages have no end of the model

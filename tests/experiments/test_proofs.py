@@ -54,9 +54,7 @@ def mesh(world_size: int, axes: str, names: tuple[str, ...], settings: dict[str,
 
 
 PROVEN = [
-    *(
-        Case("dp", world_size, {}) for world_size in (1, 2, 3, 4)
-    ),  # on 3 ranks, the proof splits 9 samples into 4, 1 and 4
+    *(Case("dp", world_size, {}) for world_size in (1, 2, 3, 4)),  # 3 ranks get 4, 1 and 4 of 9 samples
     Case("dp", 4, {"LAB_BATCH": "4"}),  # one sample per rank
     Case("dp", 3, {"LAB_MICROBATCHES": "3"}),
     Case("dp", 2, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.01"}),
