@@ -48,7 +48,7 @@ def batch_after(batch: int) -> int:
 
 
 MODE = Mode(
-    variants=(Variant("naive", naive), Variant("theirs", naive, by_torch=True), Variant("told")),
+    variants=(Variant("naive", naive), Variant("torchs", naive, by_torch=True), Variant("extra")),
     run=run,
     mistakes=mistake,
 )
@@ -68,8 +68,8 @@ def test_an_empty_mode_has_working_defaults() -> None:
 
 
 def test_names_are_in_reading_order() -> None:
-    assert MODE.names == ("naive", "theirs", "told")
-    assert (MODE.by_torch, MODE.timed) == (("theirs",), True)
+    assert MODE.names == ("naive", "torchs", "extra")
+    assert (MODE.by_torch, MODE.timed) == (("torchs",), True)
 
 
 def made(mode: Mode) -> list[Any]:
@@ -131,8 +131,8 @@ def test_a_bug_is_declared_at_its_wrong_part() -> None:
         (Needs(saves=True), {"LAB_CHECKPOINT_EVERY": "20"}, ""),
         (Needs(microbatches=2), {}, "LAB_MICROBATCHES=1: it takes 2 microbatches"),
         (Needs(microbatches=2), {"LAB_MICROBATCHES": "2"}, ""),
-        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive"}, "these variants: it takes told or theirs"),
-        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive,told"}, ""),
+        (Needs(variants=("extra", "torchs")), {"LAB_VARIANT": "naive"}, "these variants: it takes extra or torchs"),
+        (Needs(variants=("extra", "torchs")), {"LAB_VARIANT": "naive,extra"}, ""),
         (
             Needs(unless=lambda config: f"LAB_SEED={config.seed}: it is seen with others"),
             {},
@@ -148,5 +148,5 @@ def test_a_bug_of_excluded_variants_cannot_show() -> None:
     mode = Mode(variants=MODE.variants, cannot=lambda config: {"naive": "it is too small"})
     hidden = partial(mistake["part"].hidden, mode)
     assert hidden(Config.read({})) == "these settings: naive cannot run: it is too small"
-    assert hidden(Config.read({"LAB_VARIANT": "theirs"})) == "these variants: it takes naive"
+    assert hidden(Config.read({"LAB_VARIANT": "torchs"})) == "these variants: it takes naive"
     assert mistake["part"].hidden(MODE, Config.read({})) == ""

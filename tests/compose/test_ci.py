@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(400)]
 
 
 def test_the_steps_with_containers_pass(clone: Path, tmp_path: Path) -> None:
-    folder = fresh_repository(tmp_path / "theirs", SCRIPT)
+    folder = fresh_repository(tmp_path / "user", SCRIPT)
     (folder / ".distlab").symlink_to(clone)
     smoke, check = commands("containers").values()
     settings = {"WORLD_SIZE": "2", "LAB_RUNS_DIR": str(folder / "runs"), "COMPOSE_PROJECT_NAME": clone.name}

@@ -65,7 +65,7 @@ def test_every_job_has_a_limit_a_cache_and_artifacts() -> None:
 
 @pytest.mark.parametrize(("script", "code"), [(SCRIPT, 0), (HANGS, 1)], ids=["right", "hangs"])
 def test_the_steps_with_local_processes_return_their_codes(tmp_path: Path, script: str, code: int) -> None:
-    folder = fresh_repository(tmp_path / "theirs", script)
+    folder = fresh_repository(tmp_path / "user", script)
     command = tmp_path / "bin" / "distlab"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m distlab "$@"\n')

@@ -52,10 +52,10 @@ def attended_pairs(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[
     """Return for each variant the number of pairs, and the order of receives and kernels."""
     found, microbatches = {}, microbatches_of(config, group, 0, proof=False)
     for name in BY_HAND:
-        strategy, seen = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
-        with seen:
+        strategy, kernels = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
+        with kernels:
             strategy.backward(microbatches)
-        found[name] = seen.pairs, seen.order
+        found[name] = kernels.pairs, kernels.order
     return found
 
 

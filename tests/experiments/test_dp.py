@@ -162,9 +162,9 @@ def calls_of_a_step(group: dist.ProcessGroup, rate: str | None) -> list[tuple[st
     """Return the calls that `bucketed` makes in a step on a link of this rate."""
     config = config_of(group.size(), LAB_DTYPE="float64", **({"LAB_NET_RATE": rate} if rate else {}))
     strategy = built(dp.MODE, "bucketed", build_model(config, 1).double(), group, config)
-    with Calls() as seen:
+    with Calls() as calls:
         strategy.backward(microbatches_of(config, group, 0))
-    return [(op.op, op.calls) for op in seen.ops()]
+    return [(op.op, op.calls) for op in calls.ops()]
 
 
 def test_only_two_ranks_on_slow_links_swap_buckets(ranks: Ranks) -> None:

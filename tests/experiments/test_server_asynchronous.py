@@ -177,7 +177,7 @@ def test_a_correct_run_passes_every_check(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seen"),
+    ("kind", "expected"),
     [
         (WeighedTwice, IN_THE_PUSH),
         (PushesNTimes, IN_THE_PUSH),
@@ -189,8 +189,8 @@ def test_a_correct_run_passes_every_check(model: str) -> None:
         (Sums, {"losses"}),
     ],
 )
-def test_a_wrong_worker_fails_its_checks(kind: type[Worker], seen: set[str]) -> None:
-    assert seen <= Run(kind).failed_checks()
+def test_a_wrong_worker_fails_its_checks(kind: type[Worker], expected: set[str]) -> None:
+    assert expected <= Run(kind).failed_checks()
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_workers_start_within_the_staleness_bound(workers: int, staleness: int |
 
 
 def test_staleness_and_lead_follow_the_recorded_events() -> None:
-    seen = [Event(START, rank, 1) for rank in (0, 1, 2)]
-    seen += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
-    assert audit(seen, range(3)).staleness == [0, 1, 2]
-    seen += [Event(START, 0, 1), Event(PUSH, 0, 1, 2), Event(START, 0, 1)]
-    found = audit(seen, range(3))
+    events = [Event(START, rank, 1) for rank in (0, 1, 2)]
+    events += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
+    assert audit(events, range(3)).staleness == [0, 1, 2]
+    events += [Event(START, 0, 1), Event(PUSH, 0, 1, 2), Event(START, 0, 1)]
+    found = audit(events, range(3))
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
-    assert audit([*seen, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
-    assert audit([*seen, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
+    assert audit([*events, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
+    assert audit([*events, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
