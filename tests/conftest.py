@@ -1,4 +1,4 @@
-"""Fixtures of all tests, their distribution to workers, the slow ones, and the rule that a CI skips none."""
+"""Fixtures of all tests, their distribution to workers, slow tests, and the rule that a CI run skips no test."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.labs import Runs
 from tests.slow import slow_of
 from tests.warm_ranks import Ranks
 
-# An example of hypothesis is no measurement: with other work on the machine one took 379 ms, and the default limit is 200.
+# No time limit per example of hypothesis: on a busy machine one took 379 ms, and the default limit is 200 ms.
 settings.register_profile("distlab", deadline=None)
 settings.load_profile("distlab")
 

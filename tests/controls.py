@@ -17,20 +17,20 @@ def uncontrolled(run: dict[str, Any], mode: Mode) -> list[str]:
         {
             f"{claim['variant']} {claim['name']}: {claim['control'] or 'nothing'}"
             for claim in claims
-            if not (there(claim["control"], mode) if claim.get("decides", True) else claim["shown"])
+            if not (control_exists(claim["control"], mode) if claim.get("decides", True) else claim["shown"])
         }
     )
 
 
-def there(control: str, mode: Mode) -> bool:
+def control_exists(control: str, mode: Mode) -> bool:
     """Return whether `LAB_BUG=<name>` is a bug of the mode, or `tests/<file>::<test>` an existing test."""
     if control.startswith("LAB_BUG="):
         return control.removeprefix("LAB_BUG=") in mode.mistakes
-    return test_of(control)
+    return names_a_test(control)
 
 
 @cache
-def test_of(control: str) -> bool:
+def names_a_test(control: str) -> bool:
     path, _, test = control.partition("::")
     name, _, case = test.removesuffix("]").partition("[")
     source = (TOP / path).read_text() if (TOP / path).is_file() else ""

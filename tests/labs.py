@@ -241,13 +241,13 @@ def failed(run: dict[str, Any]) -> set[str]:
 def copy_state(source: dict[str, Any], target: dict[str, Any]) -> None:
     """Copy one strategy's live state into another's on the same rank, as a checkpoint does."""
     assert set(source) == set(target)
-    for label, held in source.items():
-        if isinstance(held, LocalShard):
-            for (offset, box), (other_offset, other) in zip(held.boxes, target[label].boxes, strict=True):
+    for label, state in source.items():
+        if isinstance(state, LocalShard):
+            for (offset, box), (other_offset, other) in zip(state.boxes, target[label].boxes, strict=True):
                 assert offset == other_offset
                 other.copy_(box)
         else:
-            target[label].copy_(held)
+            target[label].copy_(state)
 
 
 def sampling_errors(count: float, draws: int, share: float) -> float:

@@ -1,15 +1,15 @@
-"""What every rank of the tests' pools, and every program of tests/warm.py, has imported before it is forked: 5 s of a core once,
-not once per rank.
+"""The modules that a process imports before it forks the ranks of the tests' pools and the programs of tests/warm.py, so
+that their 5 s of a core are needed once and not once per rank.
 
-torch imports its compiler with the first optimizer or DDP, 2.5 s of a core in each rank that makes one. The modules of
-`check` and `prove` take 0.3 s, a third of all that a check of a small script does.
+torch imports its compiler with the first optimizer or DDP, which takes 2.5 s of a core per rank. The modules of `check`
+and `prove` take 0.3 s, a third of the time to check a small script.
 """
 
 import gc
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of all threads, as in a run: distlab/cli/run.py
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of groups that a test makes; as a run sets it
+os.environ["OMP_NUM_THREADS"] = "1"  # as in a run: distlab/cli/run.py
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # for groups that a test makes, as in a run
 
 import torch
 import torch._dynamo
@@ -23,6 +23,6 @@ from distlab.tools.check.start import rank_supervisor
 from distlab.tools.prove import proof
 
 gc.collect()
-gc.freeze()  # what is there now stays shared, and no collection walks it again
+gc.freeze()  # these objects stay shared, because later collections do not visit them
 
 __all__ = ["fault_injection", "proof", "rank_supervisor", "run_all", "torch"]

@@ -1,15 +1,15 @@
-"""The tests that only `make test-all` runs, and for each a quick test of the same claim.
+"""The tests that only `make test-all` runs, each with a quick test of the same claim.
 
-A claim is tested once in `make test`: what is here is the rest of a matrix (each fault, each documented command, each
-way to stop), the same in containers, or a fault in real time. `tests/test_slow.py` sees that every entry names tests
-that exist and a quick one that is not slow itself.
+`make test` tests each claim once. The slow tests are the rest of a matrix (each fault, each documented command, each way
+to stop), the same test in containers, or a fault in real time. `tests/test_slow.py` checks that the tests of every entry
+exist, and that its quick test is not slow.
 """
 
 from collections.abc import Iterable
 
-PROOF = "tests/experiments/test_proofs.py::test_n_ranks_do_what_one_process_does"
+PROOF = "tests/experiments/test_proofs.py::test_n_ranks_equal_one_process"
 DRILL = "tests/tools/drill/test_drill.py"
-# The beginning of the names of slow tests: the test in which the claim is held in `make test`.
+# The beginning of the names of slow tests, and the quick test of the same claim.
 SLOW = {
     # The other notebooks.
     **{
@@ -18,7 +18,7 @@ SLOW = {
         )
         for each in ("2_data_parallel", "3_tensor_parallel", "4_pipeline", "5_zero")
     },
-    # The other hangs and right scripts of which dumps are made.
+    # The other hangs and correct scripts with dumps.
     **{
         f"tests/tools/check/dump/test_hangs.py::{test}": f"tests/tools/check/dump/test_hangs.py::{test}[{quick}]"
         for test, quick in (
@@ -28,14 +28,14 @@ SLOW = {
         )
     },
     # The same in containers.
-    "tests/compose/test_bad_input.py::test_a_doubled_rank_is_named_with_both_hosts": (
+    "tests/compose/test_bad_input.py::test_a_duplicate_rank_is_named_with_its_host": (
         "tests/lab/cluster/test_join.py::test_a_duplicate_rank_is_named_on_every_rank"
     ),
-    "tests/compose/test_bad_input.py::test_a_master_that_nobody_is": (
+    "tests/compose/test_bad_input.py::test_an_unknown_master_address_is_named": (
         "tests/lab/cluster/test_join.py::test_an_unknown_address_fails_in_time"
     ),
     "tests/compose/test_check.py": "tests/tools/check/judge/test_hang.py::test_a_barrier_under_rank_0_is_a_hang[2]",
-    "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]",
+    "tests/compose/test_ci.py": "tests/docs/test_ci.py::test_the_steps_with_local_processes_return_their_codes[hangs]",
     "tests/compose/test_drills.py": "tests/lab/rank/test_fault_injection.py::test_each_fault_ends_the_run_with_its_exit_code[kill@300ms-3]",
     "tests/compose/test_elastic.py": (
         "tests/lab/cluster/test_elastic_processes.py::test_a_killed_rank_that_is_restarted_rejoins[2-restart]"
@@ -52,57 +52,57 @@ SLOW = {
         "tests/lab/checkpoint/test_resume.py::test_another_world_size_continues_the_losses[dp-bucketed,ddp-sizes5]"
     ),
     # The other entries of a matrix in containers.
-    "tests/compose/test_commands.py::test_a_larger_world_of_before_is_taken_down_first": (
-        "tests/compose/test_commands.py::test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed"
+    "tests/compose/test_commands.py::test_an_earlier_larger_cluster_is_removed_first": (
+        "tests/compose/test_commands.py::test_a_run_leaves_only_files_of_the_owner"
     ),
-    "tests/compose/test_commands.py::test_a_second_run_is_refused_and_the_first_goes_on": (
+    "tests/compose/test_commands.py::test_a_second_run_is_refused_and_the_first_continues": (
         "tests/test_run.py::test_a_second_run_in_a_clone_is_refused"
     ),
-    "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down": (
-        "tests/compose/test_commands.py::test_a_stopped_run_takes_the_cluster_down[ctrl-c]"
+    "tests/compose/test_commands.py::test_a_stopped_run_removes_its_containers": (
+        "tests/compose/test_commands.py::test_a_stopped_run_removes_its_containers[ctrl-c]"
     ),
-    "tests/compose/test_commands.py::test_containers_that_are_removed_while_they_run_are_no_success": (
-        "tests/test_run.py::test_fewer_codes_than_ranks_are_a_broken_cluster"
+    "tests/compose/test_commands.py::test_removed_containers_fail_the_run": (
+        "tests/test_run.py::test_fewer_exit_codes_than_ranks_return_3"
     ),
-    "tests/compose/test_commands.py::test_make_run_prints_the_code_that_make_cannot_return": (
-        "tests/compose/test_runs.py::test_a_check_that_fails_is_exit_1_on_every_rank"
+    "tests/compose/test_commands.py::test_make_run_prints_the_exit_code": (
+        "tests/compose/test_runs.py::test_a_failed_check_exits_1_on_every_rank"
     ),
-    "tests/compose/test_commands.py::test_run_returns_3_and_prints_the_late_words_of_survivors": (
-        "tests/compose/test_faults.py::test_every_survivor_names_the_rank[kill-0]"
+    "tests/compose/test_commands.py::test_run_returns_3_and_prints_the_survivors_messages": (
+        "tests/compose/test_faults.py::test_every_survivor_names_the_lost_rank[kill-0]"
     ),
-    "tests/compose/test_faults.py": "tests/compose/test_faults.py::test_every_survivor_names_the_rank[kill-0]",
-    "tests/compose/test_runs.py::test_dp_holds_with_an_odd_world_and_the_largest": (
-        "tests/compose/test_runs.py::test_dp_holds_with_an_odd_world_and_the_largest[3-]"
+    "tests/compose/test_faults.py": "tests/compose/test_faults.py::test_every_survivor_names_the_lost_rank[kill-0]",
+    "tests/compose/test_runs.py::test_dp_passes_with_3_and_8_ranks": (
+        "tests/compose/test_runs.py::test_dp_passes_with_3_and_8_ranks[3-]"
     ),
-    "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks": (
-        "tests/compose/test_runs.py::test_the_other_modes_hold_with_three_ranks[train-settings1]"
+    "tests/compose/test_runs.py::test_other_modes_pass_with_three_ranks": (
+        "tests/compose/test_runs.py::test_other_modes_pass_with_three_ranks[train-settings1]"
     ),
     "tests/docs/test_site.py::test_the_site_is_built": (
-        "tests/docs/test_site.py::test_the_page_of_a_mode_has_all_that_the_code_says_of_it[dp]"
+        "tests/docs/test_site.py::test_the_page_of_a_mode_lists_its_variants_and_formulas[dp]"
     ),
     "tests/docs/test_class.py::test_the_command_of_a_step": (
-        "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_one_that_is_run"
+        "tests/docs/test_class.py::test_each_command_of_the_lessons_page_is_tested"
     ),
     # The rest of a matrix: other sizes, worlds, modes, screens and scripts of one kind.
     "tests/lab/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit": (
         "tests/lab/checkpoint/test_resume.py::test_a_resumed_run_ends_in_the_same_weights_to_the_bit[fsdp]"
     ),
-    "tests/experiments/test_bugs.py::test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold": (
-        "tests/experiments/test_bugs.py::test_without_a_bug_every_check_holds[cp]"
+    "tests/experiments/test_bugs.py::test_every_check_passes_at_the_sizes_for_bugs": (
+        "tests/experiments/test_bugs.py::test_every_check_passes_without_a_bug[cp]"
     ),
-    "tests/experiments/test_compress.py::test_a_run_holds": "tests/experiments/test_compress.py::test_a_run_holds[line]",
-    "tests/experiments/test_fsdp.py::test_a_run_holds": "tests/experiments/test_fsdp.py::test_a_run_holds[line]",
-    "tests/experiments/test_moe.py::test_a_run_holds": "tests/experiments/test_moe.py::test_a_run_holds[drops]",
+    "tests/experiments/test_compress.py::test_a_run_passes": "tests/experiments/test_compress.py::test_a_run_passes[line]",
+    "tests/experiments/test_fsdp.py::test_a_run_passes": "tests/experiments/test_fsdp.py::test_a_run_passes[line]",
+    "tests/experiments/test_moe.py::test_a_run_passes": "tests/experiments/test_moe.py::test_a_run_passes[drops]",
     f"{PROOF}[mesh 4": f"{PROOF}[mesh 4 LAB_MESH=pp2,tp2 LAB_OPTIMIZER=adamw LAB_TIE=1 LAB_CLIP=0.05]",
     f"{PROOF}[mesh 8": f"{PROOF}[mesh 6 LAB_MESH=pp2,cp3 LAB_OPTIMIZER=adamw LAB_TIE=1 LAB_CLIP=0.05]",
     f"{PROOF}[pp ": f"{PROOF}[pp 3]",
     f"{PROOF}[tp 4": f"{PROOF}[tp 3]",
     f"{PROOF}[tp 8": f"{PROOF}[tp 3]",
-    "tests/experiments/test_proofs.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[pp-": (
-        "tests/experiments/test_proofs.py::test_each_mistake_is_seen_where_it_is_made_and_only_there[pp-stale_activation]"
+    "tests/experiments/test_proofs.py::test_each_bug_fails_only_its_variants[pp-": (
+        "tests/experiments/test_proofs.py::test_each_bug_fails_only_its_variants[pp-stale_activation]"
     ),
-    "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict": (
-        "tests/experiments/test_server.py::test_every_world_comes_to_a_verdict[3-settings3]"
+    "tests/experiments/test_server.py::test_every_world_size_passes": (
+        "tests/experiments/test_server.py::test_every_world_size_passes[3-settings3]"
     ),
     "tests/tools/prove/test_bugs.py::test_a_right_file_passes": (
         "tests/tools/prove/test_bugs.py::test_a_right_file_passes[by_hand-3]"
@@ -136,12 +136,12 @@ SLOW = {
         "tests/test_distlab.py::test_a_users_packages_do_not_disturb_a_check"
     ),
     # Every documented command.
-    "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints": (
-        "tests/docs/test_outputs.py::test_a_block_is_what_its_command_prints["
+    "tests/docs/test_outputs.py::test_a_block_equals_the_output_of_its_command": (
+        "tests/docs/test_outputs.py::test_a_block_equals_the_output_of_its_command["
         "python -m distlab plan --params 7B --gpus 64 --gpu-memory 80GB]"
     ),
-    "tests/docs/test_ci.py::test_the_steps_of_local_processes": (
-        "tests/docs/test_ci.py::test_the_steps_of_local_processes[hangs]"
+    "tests/docs/test_ci.py::test_the_steps_with_local_processes_return_their_codes": (
+        "tests/docs/test_ci.py::test_the_steps_with_local_processes_return_their_codes[hangs]"
     ),
     # Faults in real time, and strangers.
     "tests/test_strangers.py::test_a_run_under_attack_ends_normally": (
@@ -178,7 +178,7 @@ SLOW = {
     ),
 }
 
-# Scripts under check: the first of a kind, and others whose fault is of that kind.
+# Scripts for check: one per kind of fault, and others with the same kind.
 FAULTS = {
     "missing": ("barrier_all_reduce", "extra", "in_except", "objects_apart", "swapped", "thread"),
     "shape": ("dims", "dtype", "reduce_op", "root"),

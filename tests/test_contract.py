@@ -25,8 +25,8 @@ mistake = Mistakes()
 
 @mistake("part", check="gradients", part="SUMMED", of=("naive",), put=lambda wrong: wrong.__name__)
 def sums_wrongly() -> None:
-    """Sums wrongly: what is sent
-    is not what was summed.
+    """Sums wrongly: the sent tensor
+    is not the sum.
 
     On every rank.
     """
@@ -34,7 +34,7 @@ def sums_wrongly() -> None:
 
 @mistake("data", check="samples", part="batches")
 class Others(Batches):
-    """Deals otherwise."""
+    """Assigns samples differently."""
 
 
 @mistake("run", check="shards", part="sampler", needs=Needs(ranks=3))
@@ -48,7 +48,7 @@ def batch_after(batch: int) -> int:
 
 
 MODE = Mode(
-    variants=(Variant("naive", naive), Variant("theirs", naive, by_torch=True), Variant("told")),
+    variants=(Variant("naive", naive), Variant("torchs", naive, by_torch=True), Variant("extra")),
     run=run,
     mistakes=mistake,
 )
@@ -68,12 +68,12 @@ def test_an_empty_mode_has_working_defaults() -> None:
 
 
 def test_names_are_in_reading_order() -> None:
-    assert MODE.names == ("naive", "theirs", "told")
-    assert (MODE.by_torch, MODE.timed) == (("theirs",), True)
+    assert MODE.names == ("naive", "torchs", "extra")
+    assert (MODE.by_torch, MODE.timed) == (("torchs",), True)
 
 
 def made(mode: Mode) -> list[Any]:
-    """The parts that a mode uses."""
+    """Return the parts that a mode uses."""
     builds = [each.build(1, 2, 3) if each.build else None for each in mode.variants]
     assert mode.run is not None
     return [*builds, mode.run("lab"), mode.batches, mode.resumed_batch(5), mode.shards_written]
@@ -109,8 +109,8 @@ def test_a_bug_is_declared_at_its_wrong_part() -> None:
     """The first paragraph of the docstring describes the bug; without a docstring its name does."""
     sentences = {name: each.what for name, each in mistake.items()}
     assert sentences == {
-        "part": "sums wrongly: what is sent is not what was summed",
-        "data": "deals otherwise",
+        "part": "sums wrongly: the sent tensor is not the sum",
+        "data": "assigns samples differently",
         "run": "run",
         "resume": "leaves a batch out",
     }
@@ -131,8 +131,8 @@ def test_a_bug_is_declared_at_its_wrong_part() -> None:
         (Needs(saves=True), {"LAB_CHECKPOINT_EVERY": "20"}, ""),
         (Needs(microbatches=2), {}, "LAB_MICROBATCHES=1: it takes 2 microbatches"),
         (Needs(microbatches=2), {"LAB_MICROBATCHES": "2"}, ""),
-        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive"}, "these variants: it takes told or theirs"),
-        (Needs(variants=("told", "theirs")), {"LAB_VARIANT": "naive,told"}, ""),
+        (Needs(variants=("extra", "torchs")), {"LAB_VARIANT": "naive"}, "these variants: it takes extra or torchs"),
+        (Needs(variants=("extra", "torchs")), {"LAB_VARIANT": "naive,extra"}, ""),
         (
             Needs(unless=lambda config: f"LAB_SEED={config.seed}: it is seen with others"),
             {},
@@ -148,5 +148,5 @@ def test_a_bug_of_excluded_variants_cannot_show() -> None:
     mode = Mode(variants=MODE.variants, cannot=lambda config: {"naive": "it is too small"})
     hidden = partial(mistake["part"].hidden, mode)
     assert hidden(Config.read({})) == "these settings: naive cannot run: it is too small"
-    assert hidden(Config.read({"LAB_VARIANT": "theirs"})) == "these variants: it takes naive"
+    assert hidden(Config.read({"LAB_VARIANT": "torchs"})) == "these variants: it takes naive"
     assert mistake["part"].hidden(MODE, Config.read({})) == ""

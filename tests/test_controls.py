@@ -1,15 +1,15 @@
 """Find checks without a control that makes them fail."""
 
 from distlab.lab.rank.mode_loader import load
-from tests.controls import there, uncontrolled
+from tests.controls import control_exists, uncontrolled
 
 
 def test_a_control_must_exist() -> None:
     mode = load("dp")
-    assert there("LAB_BUG=stale_bucket", mode)
-    assert there("tests/test_controls.py::test_a_control_must_exist", mode)
+    assert control_exists("LAB_BUG=stale_bucket", mode)
+    assert control_exists("tests/test_controls.py::test_a_control_must_exist", mode)
     for control in ("", "LAB_BUG=packed_qkv", "tests/test_controls.py::test_nothing", "tests/nowhere.py::test_nothing"):
-        assert not there(control, mode)
+        assert not control_exists(control, mode)
 
 
 def test_checks_without_a_control_are_found() -> None:

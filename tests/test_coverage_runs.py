@@ -1,9 +1,8 @@
 """Run each command of tests/coverage.toml on real ranks: its output must show what the row promises.
 
-A row's words are prose; here stands, command by command, what of rank 0's log and of the judged run would be missing if
-the row were wrong. A command without a line here fails, and so does a line that no row has. What is shown of some
-variants is looked for in the run of all of them, and a mistake in the run in which tests/mistakes.py makes it: a run
-that several rows ask for is made once.
+The words of a row are prose. This file lists for each command the text of rank 0's log and verdict that would be missing
+if the row were wrong. A command without an entry fails, and so does an entry without a row. Commands for some variants
+use the run of all variants, and commands with a bug the run of tests/mistakes.py, so that equal runs are made once.
 """
 
 import re
@@ -16,7 +15,7 @@ from distlab.lab.report.log import verdict_lines
 from distlab.lab.report.table import INDENT
 from tests.documents import coverage_rows, spans
 from tests.labs import Runs, failed
-from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole
+from tests.mistakes import PAGE_WORLD_SIZE, WORLD_SIZE, bug_settings, correct_settings, page_settings
 
 
 class Shown(NamedTuple):
@@ -29,8 +28,8 @@ class Shown(NamedTuple):
 
 
 PROVEN = r"proof +float64, against the reference +gradients +weights +losses"
-EQUAL_MICROBATCHES = "WORLD_SIZE=3 LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # equally long, because on busy cores a short one is not drawn
-HOLDS = {
+EQUAL_MICROBATCHES = "WORLD_SIZE=3 LAB_SLEEP_MS=30 LAB_STEPS=3 LAB_VARIANT=gpipe,1f1b"  # of equal length, because on busy cores a short one is not drawn
+EXPECTED = {
     "RUN_MODE=comm": Shown((r"\nall_to_all", r"A ring all_reduce", r"all_reduce")),
     "RUN_MODE=comm LAB_VARIANT=server": Shown((r"server: \(N-1\)",)),
     "RUN_MODE=comm LAB_VARIANT=ring": Shown((r"ring: 2\(N-1\)/N", r"add", r"copy")),
@@ -115,7 +114,7 @@ HOLDS = {
 }  # fmt: skip
 
 
-OF_TWO_RANKS = {"comm", "cp"}  # the page's run has two of comm's algorithms, and positions that no fold makes even
+OF_TWO_RANKS = {"comm", "cp"}  # the page's run has only two algorithms of comm, and uneven positions in cp
 
 
 def commands() -> list[str]:
@@ -124,8 +123,8 @@ def commands() -> list[str]:
 
 
 def test_each_command_has_expected_output() -> None:
-    assert sorted(HOLDS) == commands()
-    assert [command for command, shown in HOLDS.items() if not shown.words and not shown.fails] == []
+    assert sorted(EXPECTED) == commands()
+    assert [command for command, shown in EXPECTED.items() if not shown.words and not shown.fails] == []
 
 
 def settings(command: str) -> dict[str, str]:
@@ -133,19 +132,19 @@ def settings(command: str) -> dict[str, str]:
     words = dict(word.split("=", 1) for word in shlex.split(command))
     mode, bug = words["RUN_MODE"], words.get("LAB_BUG", "")
     chosen = {name: value for name, value in words.items() if name not in ("LAB_VARIANT", "RUN_MODE")}
-    more = dict(word.split("=", 1) for word in HOLDS[command].more.split())
+    more = dict(word.split("=", 1) for word in EXPECTED[command].more.split())
     if bug:
-        return mistaken(mode, bug)
+        return bug_settings(mode, bug)
     if chosen or more or mode in OF_TWO_RANKS:
-        return whole(mode) | chosen | more
-    return {"WORLD_SIZE": str(WORLD_SIZE_SHOWN)} | shown(mode)
+        return correct_settings(mode) | chosen | more
+    return {"WORLD_SIZE": str(PAGE_WORLD_SIZE)} | page_settings(mode)
 
 
 @pytest.mark.parametrize("command", commands())
 def test_the_output_matches_the_row(runs: Runs, command: str) -> None:
-    expected, requested = HOLDS[command], settings(command)
+    expected, requested = EXPECTED[command], settings(command)
     ran = runs(int(requested.pop("WORLD_SIZE", WORLD_SIZE)), expected.fails, **requested)
     assert expected.fails in failed(ran.judged) if expected.fails else failed(ran.judged) == set()
     output = "\n".join([(ran.folder / "rank0.log").read_text(), *verdict_lines(ran.judged, ran.records, None)])
-    whole = re.sub(rf"\n {{{INDENT}}}(?=\S)", " ", output)  # where a sentence is wrapped depends on its numbers
-    assert [words for words in expected.words if not re.search(words, output) and not re.search(words, whole)] == []
+    unwrapped = re.sub(rf"\n {{{INDENT}}}(?=\S)", " ", output)  # numbers decide where a sentence is wrapped
+    assert [words for words in expected.words if not re.search(words, output) and not re.search(words, unwrapped)] == []

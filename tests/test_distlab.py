@@ -1,7 +1,7 @@
-"""The package that users install: the wheel's contents and metadata, and its command in folders of a user's own.
+"""The package that users install: the wheel's contents and metadata, and its command in users' folders.
 
 One wheel is built and installed into one environment, which finds torch and the other dependencies where this
-environment has them. An editable install and a checkout without an install are tried too.
+environment has them. An editable install and a checkout without an install are tested too.
 """
 
 import os
@@ -52,8 +52,7 @@ def batch(seed, step):
 def loss(model, inputs, targets):
     return (model(inputs) - targets).square().sum()
 """
-# An entry of site-packages that stands for the dependencies: those of this environment, but for its own editable
-# install of the lab.
+# An entry of site-packages for the dependencies: those of this environment, without its editable install of the lab.
 DEPENDENCIES = """import sys; sys.path.append({place!r})
 """
 
@@ -192,15 +191,15 @@ def test_a_run_and_its_report_in_an_empty_folder(installed: Installed, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         ("explain dp", "RUN_MODE=dp"),
         ("plan --params 7B --gpus 64 --gpu-memory 80GB", "7"),
         ("engine kubernetes --ranks 3 dp", "completions: 3"),
     ],
 )
-def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, words: str, said: str) -> None:
-    assert said in ended_well([installed.command, *words.split()], tmp_path)
+def test_a_command_that_starts_no_rank(installed: Installed, tmp_path: Path, words: str, output: str) -> None:
+    assert output in ended_well([installed.command, *words.split()], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,9 +215,9 @@ def test_a_users_packages_do_not_disturb_a_check(installed: Installed, hostile: 
     """The script imports its own packages, and those that are installed next to the lab."""
     (hostile / "workers" / "__init__.py").write_text("MINE = 'of the user'\n")
     (hostile / "train.py").write_text(SCRIPT + "import workers\nprint(workers.MINE)\n")
-    said = ended_well([installed.command, "check", "WORLD_SIZE=2", "train.py"], hostile)
-    assert said.count("sum 2.0") == 2
-    assert "rank 1 | of the user" in said
+    output = ended_well([installed.command, "check", "WORLD_SIZE=2", "train.py"], hostile)
+    assert output.count("sum 2.0") == 2
+    assert "rank 1 | of the user" in output
 
 
 def test_a_users_packages_do_not_disturb_a_proof(installed: Installed, hostile: Path) -> None:
@@ -227,8 +226,8 @@ def test_a_users_packages_do_not_disturb_a_proof(installed: Installed, hostile: 
 
 def test_ranks_that_torchrun_starts_check_a_script(installed: Installed, hostile: Path) -> None:
     torchrun = [str(installed.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = ended_well([*torchrun, "-m", "distlab", "check", "train.py"], hostile)
-    assert said.count("sum 2.0") == 2
+    output = ended_well([*torchrun, "-m", "distlab", "check", "train.py"], hostile)
+    assert output.count("sum 2.0") == 2
 
 
 # --- an editable install, and a checkout without an install ---

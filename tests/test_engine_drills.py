@@ -10,7 +10,7 @@ from benchmarks.engines import __main__, nodes
 from benchmarks.engines.drill import saved, timed, unlike, until
 
 
-def left(folder: Path, name: str, weights: str, resumed: object = None) -> Path:
+def write_run(folder: Path, name: str, weights: str, resumed: object = None) -> Path:
     """Make a run's folder with its run.json."""
     (folder / name).mkdir()
     run = {"variants": [{"weights_sha256": weights}], "resumed": resumed}
@@ -19,10 +19,10 @@ def left(folder: Path, name: str, weights: str, resumed: object = None) -> Path:
 
 
 def test_a_resumed_run_must_have_the_undisturbed_weights(tmp_path: Path) -> None:
-    whole = left(tmp_path, "whole", "a" * 64)
-    assert unlike(left(tmp_path, "same", "a" * 64, {"step": 2}), whole) == []
-    assert unlike(left(tmp_path, "anew", "a" * 64), whole) == ["it was not resumed"]
-    assert unlike(left(tmp_path, "other", "b" * 64, {"step": 2}), whole) == [
+    whole = write_run(tmp_path, "whole", "a" * 64)
+    assert unlike(write_run(tmp_path, "same", "a" * 64, {"step": 2}), whole) == []
+    assert unlike(write_run(tmp_path, "anew", "a" * 64), whole) == ["it was not resumed"]
+    assert unlike(write_run(tmp_path, "other", "b" * 64, {"step": 2}), whole) == [
         "weights bbbbbbbbbbbb in place of aaaaaaaaaaaa"
     ]
 

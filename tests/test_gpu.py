@@ -51,7 +51,7 @@ def test_results_are_written_after_each_part(report: gpu.Report, tmp_path: Path)
         yield
 
     def works(folder: Path, bound_s: float) -> Iterator[Row]:
-        (folder / "output").write_text("it said so\n")
+        (folder / "output").write_text("some output\n")
         yield Row("a sum", True, f"within {bound_s:g} s")
 
     until = time.monotonic() + 60
@@ -65,13 +65,13 @@ def test_results_are_written_after_each_part(report: gpu.Report, tmp_path: Path)
         ("late", False),
     ]
     assert "ValueError: no such thing" in found["rows"][0]["told"]
-    assert "it said so" in (report.folder / "gpu.log").read_text()
+    assert "some output" in (report.folder / "gpu.log").read_text()
     table = (report.folder / "gpu.md").read_text()
     assert table.startswith("a card, 2026-11-27, torch 2.11.0")
     assert "| a sum | 0 | yes | within 10 s |" in table
 
 
-def test_the_card_and_the_steps_are_a_table_each() -> None:
+def test_the_card_and_the_steps_have_a_table_each() -> None:
     card = {
         "peak": 1e15, "products": [[1024, 1024, 1024, 5e14], [1024, 1024, 4096, 1e14]], "memory": 3e12,
         "attention": [[2048, 4e14, 3e14]], "number_s": {"norm": 2e-12},
@@ -85,7 +85,7 @@ def test_the_card_and_the_steps_are_a_table_each() -> None:
     assert "| 24, 1024, 2048, 8 | 0.40B | 100.0 | 95.0 | -5.0% | 40.0% | 30.00 |" in lines
 
 
-def test_each_part_has_a_bound_and_a_name_of_its_own(report: gpu.Report) -> None:
+def test_each_part_has_a_limit_and_its_own_name(report: gpu.Report) -> None:
     found = gpu.all_parts(report)
     assert len({part.name for part in found}) == len(found)
     assert {part.name for part in found} >= {"card", "killed rank", "paused rank", "hang", "peaks fsdp"}
@@ -116,7 +116,7 @@ def test_a_step_is_shown_next_to_the_sum_of_its_parts(
     assert found["mfu"] > 0
 
 
-def test_missing_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package"))
     assert gpu.missing().startswith("not installed: no_such_package; ")
     monkeypatch.setattr(gpu, "NEEDED", ("torch",))
@@ -136,10 +136,8 @@ def test_a_run_that_fails_on_a_card_is_checked_on_the_cpu(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", llama_steps.TINY)
-def test_llamas_steps_are_rows_that_the_planner_can_price(
-    case: llama_steps.Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checks the code for a card; the parameters are those of the shape and the norms."""
+def test_the_planner_can_price_the_steps_of_llama(case: llama_steps.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the code for a GPU on the CPU; the parameters are those of the shape and the norms."""
     for name, value in (("ON_CARD", False), ("DEVICE", "cpu"), ("VOCABULARY", 64), ("STEPS", 1)):
         monkeypatch.setattr(llama_steps, name, value)
     monkeypatch.setattr(measured_card, "ON_CARD", False)

@@ -1,8 +1,7 @@
-"""The allowed imports: floors, no import of a higher floor, and no cycle of files. All other imports are denied, and
-no file is exempt.
+"""The allowed imports: every folder has a layer, and neither imports from a higher layer nor cycles of files are allowed.
 
-Imports inside of a function or under TYPE_CHECKING count like any other, and so do those by importlib.import_module: a
-file that needs another to be understood stands above it. Only the modules in BY_NAME import what they are told to.
+All files are checked. Imports inside a function or under TYPE_CHECKING count like any other, and so do those by
+importlib.import_module. Only the modules in BY_NAME import by a computed name.
 """
 
 import ast
@@ -17,7 +16,7 @@ import pytest
 
 TOP = Path(__file__).parent.parent
 
-# A place, and the places that it may import beside itself. What a technique shares with others is a file of its folder.
+# Each place (a folder or module), and the other places that it may import.
 D = "distlab"
 CONFIG, REPORT, MEASURE, CLUSTER, WORKLOAD = (
     f"{D}.lab.{name}" for name in ("config", "report", "measure", "cluster", "workload")
@@ -27,7 +26,7 @@ LAB, CHECKPOINT, VERIFY, RANK = (f"{D}.lab.{name}" for name in ("lab", "checkpoi
 COLLECTIVES, TRANSPORT = f"{D}.techniques.collectives", f"{D}.techniques.transport"
 MESSAGES = [f"{TRANSPORT}.{name}" for name in ("tcp", "handshake", "store", "store_server")]
 GRID, PREDICTION = f"{D}.techniques.mesh.grid", f"{MEASURE}.prediction"
-COMMON = [CONFIG, COLLECTIVES, WORKLOAD, PREDICTION, GRID]  # of all techniques
+COMMON = [CONFIG, COLLECTIVES, WORKLOAD, PREDICTION, GRID]  # for all techniques
 TECHNIQUES = [
     f"{D}.techniques.{name}"
     for name in (
@@ -49,7 +48,7 @@ BELOW_LAB = [
     f"{D}.techniques.sharded",
     f"{D}.techniques.pipeline_parallel",
 ]
-FLOORS: dict[str, list[str]] = {
+ALLOWED: dict[str, list[str]] = {
     CONFIG: [],
     REPORT: [CONFIG],
     MEASURE: [CONFIG],
@@ -110,9 +109,9 @@ FLOORS: dict[str, list[str]] = {
     f"{D}.engines": [CONFIG, f"{CLUSTER}.launch"],
 }  # fmt: skip
 
-# The modules that call importlib.import_module with a name that does not stand there, and what they reach by it.
+# The modules that call importlib.import_module with a computed name, and what they import by it.
 BY_NAME = {
-    "distlab.lab.rank.mode_loader": "a lesson, by RUN_MODE; torch's compiler and checkpoints",
+    "distlab.lab.rank.mode_loader": "the mode of RUN_MODE; torch's compiler and checkpoints",
     "distlab.tools.testing.rank": "a user's tests",
     "distlab.cli.run": "the module of a command",
     "benchmarks.engines.__main__": "one of its siblings",
@@ -159,22 +158,22 @@ def is_import_call(node: ast.AST) -> TypeGuard[ast.Call]:
     return ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
 
 
-def floor_of(module: str) -> str | None:
-    return max((floor for floor in FLOORS if within(module, floor)), key=len, default=None)
+def layer_of(module: str) -> str | None:
+    return max((layer for layer in ALLOWED if within(module, layer)), key=len, default=None)
 
 
 def within(name: str, place: str) -> bool:
     return name == place or name.startswith(place + ".")
 
 
-def climbing(module: str, source: str) -> list[str]:
-    """Return the imports of `module` that its floor does not allow; for a non-empty module on no floor, itself."""
-    place = floor_of(module)
+def upward_imports(module: str, source: str) -> list[str]:
+    """Return the imports of `module` that its layer does not allow; for a non-empty module without a layer, itself."""
+    place = layer_of(module)
     if place is None:
         return [module] if source.strip() else []
     own = ".".join(module.split(".")[:3]) if place == f"{D}.experiments" else place  # lessons never import each other
-    allowed = [own, *FLOORS[place]]
-    return [name for name in sorted(imported(module, source)) if not any(within(name, floor) for floor in allowed)]
+    allowed = [own, *ALLOWED[place]]
+    return [name for name in sorted(imported(module, source)) if not any(within(name, layer) for layer in allowed)]
 
 
 def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
@@ -189,7 +188,7 @@ def graph(modules: Mapping[str, str]) -> dict[str, set[str]]:
     }
 
 
-def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+def cycles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return import cycles: the files that remain after files without remaining imports are removed repeatedly."""
     left = {name: set(others) for name, others in arrows.items()}
     while leaves := [name for name, others in left.items() if not others & set(left)]:
@@ -200,7 +199,8 @@ def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 LEAST_LINES = 60
-BY_PATH = ("options", "__main__", "__init__")  # the settings read the first of a mode by its path, Python the others
+# The settings read a mode's options.py by its path, and Python the others.
+BY_PATH = ("options", "__main__", "__init__")
 
 
 def parts_of_another(modules: Mapping[str, str]) -> dict[str, str]:
@@ -231,25 +231,25 @@ def test_a_short_file_with_one_importer_is_found() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_import_goes_to_a_higher_floor(module: str) -> None:
-    assert climbing(module, MODULES[module]) == []
+def test_no_import_goes_to_a_higher_layer(module: str) -> None:
+    assert upward_imports(module, MODULES[module]) == []
 
 
 def test_the_import_graph_of_files_has_no_cycle() -> None:
-    assert circles(graph(MODULES)) == []
+    assert cycles(graph(MODULES)) == []
 
 
-def test_the_import_graph_of_floors_has_no_cycle() -> None:
-    places = {place: {floor_of(to) or to for to in allowed} - {place} for place, allowed in FLOORS.items()}
-    assert circles(places) == []
+def test_the_import_graph_of_layers_has_no_cycle() -> None:
+    places = {place: {layer_of(to) or to for to in allowed} - {place} for place, allowed in ALLOWED.items()}
+    assert cycles(places) == []
 
 
 def test_techniques_import_the_workload_and_only_tools_import_tools() -> None:
     """From the lab a technique may import the settings, the workload, and the types of the meters."""
     known = (CONFIG, WORKLOAD, MEASURE, CONTRACT, f"{D}.techniques")
-    for place, allowed in FLOORS.items():
+    for place, allowed in ALLOWED.items():
         if within(place, f"{D}.techniques"):
-            assert all(any(within(to, floor) for floor in known) for to in allowed), place
+            assert all(any(within(to, layer) for layer in known) for to in allowed), place
         if within(place, f"{D}.lab") or within(place, f"{D}.techniques"):
             assert not any(within(to, f"{D}.tools") or within(to, f"{D}.cli") for to in allowed), place
         if within(place, f"{D}.tools"):
@@ -278,11 +278,11 @@ def test_only_listed_modules_import_by_a_computed_name() -> None:
         ("distlab.experiments.dp.checks", "from ..comm import ring"),
         ("distlab.lab.config", "importlib.import_module('distlab.lab.lab')"),
         ("elsewhere.unknown", "from distlab.lab.config import Config"),
-        ("elsewhere.unknown", "import json"),  # a file on no floor fails, whatever it imports
+        ("elsewhere.unknown", "import json"),  # a file without a layer fails, whatever it imports
     ],
 )
-def test_an_import_to_a_higher_floor_is_found(module: str, source: str) -> None:
-    assert climbing(module, source)
+def test_an_import_to_a_higher_layer_is_found(module: str, source: str) -> None:
+    assert upward_imports(module, source)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_an_import_to_a_higher_floor_is_found(module: str, source: str) -> None:
     ],
 )
 def test_a_cycle_is_found(modules: dict[str, str], found: list[str]) -> None:
-    assert circles(graph(modules)) == ([found] if found else [])
+    assert cycles(graph(modules)) == ([found] if found else [])
 
 
 def test_workers_only_starts_the_command() -> None:
@@ -315,7 +315,7 @@ def test_workers_only_starts_the_command() -> None:
 def test_a_technique_imports_only_torch_and_the_lab() -> None:
     lab = set(sys.stdlib_module_names) | {"torch", "distlab"}
     for folder in (COLLECTIVES, TRANSPORT, *TECHNIQUES):
-        allowed = lab | {"msgspec"} if folder == TRANSPORT else lab  # reads what ranks send to the type of every field
+        allowed = lab | {"msgspec"} if folder == TRANSPORT else lab  # converts messages to typed fields
         for path in (TOP / folder.replace(".", "/")).glob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -339,14 +339,14 @@ def test_only_config_reads_the_environment() -> None:
         "distlab.lab.rank.preflight",  # how many ranks a launcher put on this machine
         "distlab.lab.report.terminal",  # NO_COLOR and TERM
         "distlab.tools.ranks.preloaded", "distlab.tools.ranks.rank", "distlab.tools.testing.rank",  # what torch and pytest read
-        "distlab.cli.drill", "distlab.tools.check.start.command",  # set what torch reads as it comes in
+        "distlab.cli.drill", "distlab.tools.check.start.command",  # set what torch reads when it is imported
         "distlab.tools.drill.mode",  # sets what its ranks read
         "distlab.tools.check.start.rank_supervisor",  # what torchrun sets
         "distlab.tools.check.start.script",  # what torchrun sets, and the script's own
-        "distlab.tools.check.start.fork_servers",  # whether PYTHONHASHSEED is one for all
-        "distlab.tools.check.watch.spawned_ranks",  # what a script that starts its own ranks sets anew
+        "distlab.tools.check.start.fork_servers",  # whether all ranks have the same PYTHONHASHSEED
+        "distlab.tools.check.watch.spawned_ranks",  # what a script that starts its own ranks sets again
         "distlab.tools.check.watch.cuda_stand_in",  # what frameworks read, and the ranks of this machine
-        "distlab.engines.ray.job",  # which starts ranks with an environment of its own
+        "distlab.engines.ray.job",  # starts ranks with their own environment
     }  # fmt: skip
 
 

@@ -36,15 +36,15 @@ from distlab.tools.testing import plugin
 from tests.controls import TOP
 from tests.interface import DATA, FROZEN, claims_of, missing
 from tests.labs import TINY
-from tests.mistakes import WORLD_SIZE, whole
+from tests.mistakes import WORLD_SIZE, correct_settings
 
 RUNS = sorted((DATA / "runs").iterdir())
-# Settings with which a run claims more than by default.
+# Settings with which a run has more checks than by default.
 MORE = {
     "LAB_OPTIMIZER": "adamw", "LAB_CLIP": "1", "LAB_CHECKPOINT_EVERY": "2", "LAB_AUDIT_EVERY": "1", "LAB_BACKEND": "tcp",
     "LAB_RECOMPUTE": "1",
 }  # fmt: skip
-# Records of which no stored run has one.
+# Records that no stored run contains.
 RARE = [
     {"record": "resumed", "epoch": 0, "step": 2, "path": "checkpoints/step-00000002"},
     {"record": "skipped", "variant": "ring", "reason": "one rank"},
@@ -60,7 +60,7 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
-# --- what is typed ---
+# --- commands ---
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_every_command_has_a_module() -> None:
     assert not [name for name in FROZEN["commands"] if importlib.util.find_spec(COMMANDS[name].module) is None]
 
 
-def test_every_target_of_make_is_there() -> None:
+def test_every_target_of_make_exists() -> None:
     assert not missing(re.findall(r"^(\w+):.*## ", (TOP / "Makefile").read_text(), re.MULTILINE), "make")
 
 
-def test_every_file_and_folder_of_the_top_is_there() -> None:
+def test_every_file_and_folder_of_the_top_exists() -> None:
     assert not missing((path.name for path in TOP.iterdir()), "top")
 
 
@@ -111,7 +111,7 @@ def test_an_unknown_variable_is_refused_with_2() -> None:
 # --- exit codes ---
 
 
-def by_run(one: int, other: int) -> int:
+def worst_by_run(one: int, other: int) -> int:
     """Return the worse of two codes according to ./run."""
     functions = re.findall(r"^(?:severity|worst)\(\) \{\n.*?^\}\n", (TOP / "run").read_text(), re.MULTILINE | re.DOTALL)
     return int(printed("sh", "-c", f"{''.join(functions)}worst {one} {other}"))
@@ -122,17 +122,17 @@ def test_the_worse_of_two_exit_codes_wins(signalled: int) -> None:
     order = [signalled if code == 130 else code for code in FROZEN["worst_first"]]
     for worse, better in combinations(order, 2):
         assert worst([worse, better]) == worst([better, worse]) == worse
-        assert by_run(worse, better) == by_run(better, worse) == worse
+        assert worst_by_run(worse, better) == worst_by_run(better, worse) == worse
 
 
 def test_every_verdict_has_its_exit_code() -> None:
     assert FROZEN["verdicts"] == judge.EXIT_CODES
 
 
-# --- what is imported ---
+# --- imports ---
 
 
-def test_the_names_of_the_package() -> None:
+def test_every_name_of_the_package_exists() -> None:
     for name, module in (("distlab", package), ("contract", contract), ("fixtures", plugin)):
         assert not missing(getattr(module, "__all__", vars(module)), name)
 
@@ -141,7 +141,7 @@ def test_the_names_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("mode", FROZEN["variants"])
-def test_the_names_of_a_mode(mode: str) -> None:
+def test_every_name_of_a_mode_exists(mode: str) -> None:
     lesson = load(mode)
     assert not missing(lesson.names, "variants", mode)
     assert FROZEN["formerly"].get(mode, {}).items() <= lesson.formerly.items()
@@ -152,32 +152,32 @@ def test_the_names_of_a_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", FROZEN["variants"])
-def test_the_required_checks_of_a_run(mode: str) -> None:
+def test_every_required_check_of_a_run_exists(mode: str) -> None:
     now: set[str] = set()
     for more in ({}, MORE):
-        config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | whole(mode) | more)
+        config = Config.read({"WORLD_SIZE": str(WORLD_SIZE)} | TINY | correct_settings(mode) | more)
         now |= {name for _, name, _, _ in expected(config, load_for(config)).claims}
     assert not [name for name in claims_of(mode, "claimed") if name not in now]
 
 
-def test_the_checks_of_a_users_script_and_model() -> None:
+def test_every_check_of_a_users_script_exists() -> None:
     assert not missing(rank_state.CHECKS, "scripts", "check")
     proven = (compare.LOSSES, compare.GRADIENTS, compare.WEIGHTS, verdict.BEGINNING, verdict.WHOLE_MODEL)
     assert not missing((*proven, verdict.DROPOUT, reference.BUFFERS), "scripts", "prove")
 
 
-# --- what is stored ---
+# --- files ---
 
 RECORD_TYPES = {kind.__name__.lower(): kind for kind in get_args(records.Record)}
 
 
-def test_the_kinds_of_records_and_their_fields() -> None:
+def test_every_kind_of_record_has_its_fields() -> None:
     assert not missing(RECORD_TYPES, "records")
     for name in FROZEN["records"]:
         assert not missing(RECORD_TYPES[name].__annotations__, "records", name), name
 
 
-def test_the_keys_of_run_json() -> None:
+def test_every_key_of_run_json_exists() -> None:
     judged = [judge.judge(read_run(run)) for run in RUNS]
     whole_run = read_run(DATA / "runs" / "passes")
     judged.append(judge.judge({0: [*whole_run[0], *(from_line(json.dumps(each)) for each in RARE)], 1: whole_run[1]}))
@@ -191,7 +191,7 @@ def test_the_keys_of_run_json() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
-def test_an_old_run_is_judged_as_it_was(run: Path, tmp_path: Path) -> None:
+def test_an_old_run_gets_its_old_verdict(run: Path, tmp_path: Path) -> None:
     """Judged by the command, which also draws the page; sentences on faults may be worded differently."""
     before = json.loads((run / "run.json").read_text())
     again = Path(shutil.copytree(run, tmp_path / run.name))
@@ -201,29 +201,31 @@ def test_an_old_run_is_judged_as_it_was(run: Path, tmp_path: Path) -> None:
     after = json.loads((again / "run.json").read_text())
     drills = [[drill["held"] for drill in each.pop("drills")] for each in (before, after)]
     assert drills[0] == drills[1]
-    assert kept(before, after)
+    assert contains_all(before, after)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run.name))
-def test_old_records_are_written_as_they_were(run: Path) -> None:
+def test_old_records_are_written_unchanged(run: Path) -> None:
     for path in run.glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            assert kept(json.loads(line), json.loads(to_line(from_line(line))))
+            assert contains_all(json.loads(line), json.loads(to_line(from_line(line))))
 
 
-def kept(before: Any, after: Any) -> bool:
+def contains_all(before: Any, after: Any) -> bool:
     """Return whether `after` has all of `before`; it may have more keys, and other tests as controls."""
     if isinstance(before, dict):
-        return all(key in after and (key == "control" or kept(value, after[key])) for key, value in before.items())
+        return all(
+            key in after and (key == "control" or contains_all(value, after[key])) for key, value in before.items()
+        )
     if isinstance(before, list):
-        return len(before) == len(after) and all(map(kept, before, after))
+        return len(before) == len(after) and all(map(contains_all, before, after))
     return bool(before == after)
 
 
-def test_the_manifest_of_an_old_checkpoint(tmp_path: Path) -> None:
+def test_the_manifest_of_an_old_checkpoint_is_unchanged(tmp_path: Path) -> None:
     old = DATA / "checkpoint"
     written = json.loads(manifest.write(tmp_path, manifest.read(old)).read_text())
     assert not missing(written, "manifest", "keys")
     assert not missing(written["settings"], "manifest", "settings")
     assert not missing(manifest.defining(Config.read({})), "manifest", "settings")
-    assert kept(json.loads((old / manifest.FILE).read_text()), written)
+    assert contains_all(json.loads((old / manifest.FILE).read_text()), written)

@@ -19,7 +19,7 @@ from distlab.techniques.sharded.costs import MIXED_PRECISION, mixed_precision_by
 from distlab.tools.puzzle.tasks import TASKS
 from tests.warm_ranks import Ranks
 
-# --- the exercises, which are puzzles to fill in: tests/tools/puzzle/test_verify.py has answers on real ranks ---
+# --- the exercises, which are puzzles: tests/tools/puzzle/test_verify.py has answers on real ranks ---
 
 
 def test_the_exercises_have_the_lessons_numbers() -> None:
@@ -39,13 +39,13 @@ def numbers(tensor: Tensor | None) -> list[float]:
     return [float(value) for value in tensor.flatten()]
 
 
-def test_exercise_2_the_learning_rate_grows_as_the_batch_does() -> None:
+def test_exercise_2_the_learning_rate_grows_with_the_batch() -> None:
     """Four times the batch: four times the rate (linear) or twice (square root); warmup starts at the base rate, not
     near zero."""
     groups = [{"lr": 0.1}, {"lr": 0.02}]
     optimizers.set_rates(groups, optimizers.linear(4))
     assert [group["lr"] for group in groups] == [4 * 0.1, 4 * 0.02]
-    optimizers.set_rates(groups, optimizers.linear(4))  # of the base rate, however often
+    optimizers.set_rates(groups, optimizers.linear(4))  # always from the base rate
     assert groups[0]["lr"] == 4 * 0.1
     assert (optimizers.sqrt(4), optimizers.unscaled(4)) == (2, 1)
     assert [optimizers.warmup(4, step, 300) for step in (0, 150, 300, 9999)] == [1, 2.5, 4, 4]
@@ -62,12 +62,12 @@ def by_hand(group: dist.ProcessGroup) -> list[list[float]]:
 
 
 def test_all_reduce_by_hand_over_three_parameters(ranks: Ranks) -> None:
-    """With four workers, so that one has no chunk of its own."""
+    """There are four workers, so one has no chunk."""
     for of_rank in ranks(4, by_hand):
         assert of_rank == [[2.5, 25.0, 250.0]] * len(ALGORITHMS)
 
 
-# --- what the first lesson computes ---
+# --- the numbers of the first and second lesson ---
 
 
 def test_first_lesson_gradients_of_a_point() -> None:
@@ -79,19 +79,19 @@ def test_first_lesson_gradients_of_a_point() -> None:
     assert [numbers(weight.grad) for weight in line.parameters()] == [[2 * -2 * 0.5 + 2 * -1 * 1.0], [2 * -2 + 2 * -1]]
 
 
-def test_first_lesson_a_mean_of_means_weighs_a_shard_of_6_by_a_third_more_than_one_of_8() -> None:
+def test_first_lesson_a_mean_of_means_overweighs_small_shards() -> None:
     sizes = shard_sizes(32, 4, uneven=True)
     assert sizes[:2] == [8, 6]
-    of_means = [1 / (size * len(sizes)) for size in sizes]  # as LAB_BUG=means_of_shards shares it out
+    of_means = [1 / (size * len(sizes)) for size in sizes]  # as with LAB_BUG=means_of_shards
     assert round(of_means[1] / of_means[0], 2) == 1.33
     assert sum(share * size for share, size in zip(of_means, sizes, strict=True)) == 1
 
 
-def test_first_lesson_a_ring_of_four_takes_3_rounds_and_3() -> None:
-    assert all_reduce_rounds("ring", 4) == 3 + 3  # who sends which chunk: test_comm.py::test_the_rings_rounds
+def test_first_lesson_a_ring_of_four_takes_6_rounds() -> None:
+    assert all_reduce_rounds("ring", 4) == 3 + 3  # test_comm.py::test_the_rings_rounds has the chunks of each round
 
 
-def test_second_lessons_rule_of_memory_forgets_half() -> None:
+def test_second_lesson_the_memory_rule_forgets_half() -> None:
     """7 billion parameters in 16 bits are 14 GB, four times that 56 GB; Adam in mixed precision needs 16 bytes per
     parameter."""
     weights = MIXED_PRECISION["weights"] * 7e9
@@ -99,7 +99,7 @@ def test_second_lessons_rule_of_memory_forgets_half() -> None:
     assert mixed_precision_bytes(7e9) == 2 * 4 * weights == 112e9
 
 
-# --- the classic bugs: each can be made on purpose (tests/experiments/test_bugs.py runs all) ---
+# --- the classic bugs: each can be injected (tests/experiments/test_bugs.py runs all) ---
 
 CLASSIC_BUGS = [
     ("1: the learning rate is not scaled with the batch", "largebatch", "lr_unscaled", "learning rate"),
@@ -119,12 +119,12 @@ CLASSIC_BUGS = [
     ("a bias that counts N times", "tp", "bias_everywhere", "losses"),
     ("the backward of the lesson's table", "comm", "wrong_backward", "gradients"),
     ("an accumulator that clips scaled gradients", "precision", "unscaled_clip", "clipped gradients"),
-    ("a norm of one's own shard alone", "fsdp", "per_rank_norm", "clipped gradients"),
+    ("a norm of one shard only", "fsdp", "per_rank_norm", "clipped gradients"),
     ("no error feedback", "compress", "no_error_feedback", "sent + residual"),
-    ("a seed of one's own for random-k", "compress", "unshared_seed", "formula"),
+    ("a different seed per rank for random-k", "compress", "unshared_seed", "formula"),
     ("sums of codes that wrap", "compress", "int8_overflow", "formula"),
-    ("a low-rank factor of one's own", "compress", "per_rank_powersgd", "rank"),
-    ("weights that are staler than was agreed", "server", "stale_unbounded", "staleness"),
+    ("a different low-rank factor per rank", "compress", "per_rank_powersgd", "rank"),
+    ("weights that are staler than allowed", "server", "stale_unbounded", "staleness"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_classic_bug(mode: str, bug: str, check: str) -> None:
     assert load(mode).mistakes[bug].check == check
 
 
-def test_classic_bug_fork_bomb_a_rank_that_imports_the_program_starts_none() -> None:
+def test_classic_bug_fork_bomb_is_prevented() -> None:
     """Spawned processes import the main module again; the guard stops them from starting their own ranks."""
     program = "import distlab.cli.run, multiprocessing; print(multiprocessing.active_children())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -20,10 +20,10 @@ def pinned(text: str) -> dict[str, str]:
 def test_every_file_of_every_version_has_a_hash() -> None:
     for entry in re.split(r"\n(?=[a-z])", LOCK.partition("\n")[2])[1:]:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
-    assert "://" not in LOCK, "no host of anybody's index"
+    assert "://" not in LOCK, "the lock names the host of an index"
 
 
-def test_the_versions_are_those_of_every_check() -> None:
+def test_the_versions_equal_the_constraints() -> None:
     checked = pinned((TOP / "constraints.txt").read_text())
     other = {name: version for name, version in pinned(LOCK).items() if checked.get(name, version) != version}
     assert other == {}
@@ -31,9 +31,9 @@ def test_the_versions_are_those_of_every_check() -> None:
 
 def test_the_lock_has_all_requirements_except_torch() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())
-    asked = [*project["project"]["dependencies"], *project["dependency-groups"]["image"]]
+    required = [*project["project"]["dependencies"], *project["dependency-groups"]["image"]]
     torch_needs = [Requirement(each) for each in metadata.requires("torch") or []]
-    names = {canonicalize_name(Requirement(each).name) for each in asked} | {
+    names = {canonicalize_name(Requirement(each).name) for each in required} | {
         canonicalize_name(each.name)
         for each in torch_needs
         if (each.marker is None or each.marker.evaluate({"extra": ""})) and not each.name.startswith(("nvidia", "cuda", "triton"))

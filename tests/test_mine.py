@@ -22,7 +22,7 @@ SMALL = {
 }
 
 
-def shown() -> str:
+def page_code() -> str:
     """Return the page's Python code, a complete mode."""
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     return str(block)
@@ -31,7 +31,7 @@ def shown() -> str:
 @pytest.fixture
 def mode(tmp_path: Path) -> str:
     """Return the path of the mode, outside of the project."""
-    (tmp_path / "mode.py").write_text(shown())
+    (tmp_path / "mode.py").write_text(page_code())
     return str(tmp_path / "mode.py")
 
 
@@ -41,7 +41,7 @@ def run(folder: Path, *words: str, **variables: str) -> CompletedProcess[str]:
 
 
 def test_the_mode_has_at_most_40_lines(mode: str) -> None:
-    assert len(shown().splitlines()) <= 40
+    assert len(page_code().splitlines()) <= 40
     assert load(mode).names == ("naive",)
 
 
@@ -64,9 +64,9 @@ def test_the_mode_is_proven_timed_counted_and_drawn(tmp_path: Path, mode: str) -
 def test_its_injected_bug_fails_its_check(tmp_path: Path, mode: str) -> None:
     done = run(tmp_path, RUN_MODE=mode, LAB_BUG="unsummed")
     assert done.returncode == 1, done.stdout
-    said = " ".join(done.stdout.replace("rank 0 |", "").split())
-    assert "naive gradients" in said
-    assert "each rank trains on its own samples alone" in said
+    output = " ".join(done.stdout.replace("rank 0 |", "").split())
+    assert "naive gradients" in output
+    assert "each rank trains on its own samples alone" in output
 
 
 def test_the_mode_is_explained_and_refused(tmp_path: Path, mode: str) -> None:

@@ -59,8 +59,10 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_output_of_pip_is_shown_only_if_it_fails(checkout: Path, *, fails: bool) -> None:
     (checkout / ".venv" / "installed-run").unlink()
-    told = f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
-    (checkout / ".venv" / "bin" / "python").write_text(told)
+    script = (
+        f'#!/bin/sh\necho "$@" and the words of pip\ncase "$*" in *"pip install --req"*) exit {3 * fails} ;; esac\n'
+    )
+    (checkout / ".venv" / "bin" / "python").write_text(script)
     done = subprocess.run(["./install"], cwd=checkout, capture_output=True, text=True, timeout=30, check=False)
     lines = done.stderr.splitlines()
     assert lines[0] == "install    PyTorch and what the lab imports go into .venv: a minute or more, once"
@@ -80,7 +82,7 @@ class Empty(BaseHTTPRequestHandler):
 
 
 def test_torch_comes_only_from_its_index(checkout: Path) -> None:
-    """Not even the index of a pip.conf."""
+    """pip does not even use the index of a pip.conf."""
     (checkout / ".venv" / "installed-run").unlink()
     settings = checkout / "pip.conf"
     settings.write_text("[global]\nextra-index-url = http://127.0.0.1:9/other\nfind-links = /other\n")
@@ -117,7 +119,7 @@ def test_the_ranks_are_local_processes(checkout: Path, variables: dict[str, str]
     assert done.returncode == code
 
 
-def test_other_commands_run_there_too(checkout: Path) -> None:
+def test_other_commands_run_locally(checkout: Path) -> None:
     assert run(checkout, "dp", "LAB_STEPS=2").returncode == 0
     assert "PASS" in run(checkout, "report", "runs/latest").stdout
     assert "The gradient of a mean" in run(checkout, "explain", "dp", RUN_MODE="tp").stdout
@@ -155,14 +157,14 @@ def test_a_misspelt_variable_of_check_is_refused_before_a_build(checkout: Path) 
     done = run_under_an_engine(checkout, "check", "mine/ddp.py", LAB_HANG_AFTER="3")
     assert done.returncode == 2
     assert "LAB_HANG_AFTER is not a variable of the lab (did you mean 'LAB_HANG_AFTER_S'?)" in done.stderr
-    assert "compose build" not in (checkout / "asked").read_text()
+    assert "compose build" not in (checkout / "calls").read_text()
 
 
 def test_a_puzzle_is_written_locally_even_with_an_engine(checkout: Path) -> None:
     done = run_under_an_engine(checkout, "puzzle", "3")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "fill in ring_all_reduce, then: distlab puzzle 3")
     assert (checkout / "puzzles" / "03_ring_all_reduce.py").is_file()
-    assert "compose run" not in (checkout / "asked").read_text()
+    assert "compose run" not in (checkout / "calls").read_text()
 
 
 @pytest.mark.parametrize("words", [["--help"], ["help"], ["explain", "-h"], ["dp", "--help"]], ids=" ".join)
@@ -178,8 +180,8 @@ def test_help_names_every_command_and_mode(words: list[str]) -> None:
 
 
 DOCKER = """#!/bin/sh
-# An engine that does nothing: it writes down what it is asked for, and the Compose file that ./run made.
-echo "$*" >>asked
+# A fake engine: it writes its arguments, and the Compose file that ./run made, to files.
+echo "$*" >>calls
 for file in $(echo "${COMPOSE_FILE:-}" | tr : ' '); do case $file in ./.own*) cat "$file" >made ;; esac; done
 case "$*" in *--check*) exit "$REFUSES" ;; esac
 case "$*" in "compose ps -aq"*) printf '%s\n' ${CONTAINERS:-one other} ;; esac
@@ -188,16 +190,16 @@ case "$*" in ps*working_dir*) echo "${ELSEWHERE:-}" ;; esac
 case "$*" in inspect*Status*ExitCode*working_dir*) echo "${STATUS:-exited} 0 ${FOLDER:-$PWD}" ;; esac
 STOPS=${STOPS:-none}
 case "$STOPS $*" in none*) ;; *"compose up"*) mkdir -p runs/x && echo >runs/x/rank0.jsonl && kill -"$STOPS" $PPID && sleep 0.3; exit ;; esac
-case "$*" in "compose up"*) env >given && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
+case "$*" in "compose up"*) env >variables && mkdir -p runs/latest && echo '{"verdict": "pass"}' >runs/latest/run.json ;; esac
 """
 
 
 def run_under_an_engine(checkout: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `./run WORDS` with the fake engine."""
-    return run(checkout, *words, **beside_an_engine(checkout) | variables)
+    return run(checkout, *words, **engine_variables(checkout) | variables)
 
 
-def beside_an_engine(checkout: Path) -> dict[str, str]:
+def engine_variables(checkout: Path) -> dict[str, str]:
     """Return variables with which the fake engine is found."""
     docker = checkout / "bin" / "docker"
     docker.parent.mkdir(exist_ok=True)
@@ -206,47 +208,47 @@ def beside_an_engine(checkout: Path) -> dict[str, str]:
     return {"PATH": f"{docker.parent}:{os.environ['PATH']}", "REFUSES": "0"}
 
 
-def under_an_engine(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+def code_and_calls(checkout: Path, refuses: int = 0, words: Sequence[str] = (), **variables: str) -> tuple[int, str]:
     """Return the exit code and all calls of Docker."""
     done = run_under_an_engine(checkout, *words, REFUSES=str(refuses), **variables)
-    return done.returncode, (checkout / "asked").read_text()
+    return done.returncode, (checkout / "calls").read_text()
 
 
 def test_a_modes_own_variables_reach_every_rank(checkout: Path) -> None:
     """Variables that are not in the Compose file, after a container has accepted them; the extra file is removed at
     the end."""
     (checkout / "docker-compose.override.yaml").write_text("services: {}\n")
-    code, asked = under_an_engine(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
+    code, calls = code_and_calls(checkout, RUN_MODE="mine/mode.py", LAB_MINE="5", LAB_YOURS="a b")
     assert code == 0
-    assert "compose up" in asked
+    assert "compose up" in calls
     made = yaml.safe_load((checkout / "made").read_text())["services"]
     assert made == {f"worker{rank}": {"environment": ["LAB_MINE", "LAB_YOURS"]} for rank in range(ON_ONE_MACHINE)}
     assert list(checkout.glob(".own-names*")) == []
 
 
 def test_an_invalid_variable_of_a_mode_starts_no_rank(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
+    code, calls = code_and_calls(checkout, refuses=2, RUN_MODE="mine/mode.py", LAB_STEP="5")
     assert code == 2
-    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.lab\.config\.variables --check\n", asked)
-    assert "compose up" not in asked
+    assert re.search(r"compose run .* -e LAB_STEP .*worker0 python -m distlab\.lab\.config\.variables --check\n", calls)
+    assert "compose up" not in calls
 
 
 def test_known_names_need_no_container_to_check(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, LAB_RUNS_DIR="elsewhere")
+    code, calls = code_and_calls(checkout, LAB_RUNS_DIR="elsewhere")
     assert code == 0
-    assert "--check" not in asked
+    assert "--check" not in calls
     assert not (checkout / "made").exists()
 
 
-def test_fewer_codes_than_ranks_are_a_broken_cluster(checkout: Path) -> None:
-    code, asked = under_an_engine(checkout, CONTAINERS="one")
+def test_fewer_exit_codes_than_ranks_return_3(checkout: Path) -> None:
+    code, calls = code_and_calls(checkout, CONTAINERS="one")
     assert code == 3
-    assert "compose up" in asked
+    assert "compose up" in calls
 
 
 def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path) -> None:
-    """As distlab/lab/config does, which never sees variables that are not in the Compose file."""
-    named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # each slip is a process that looks for what was meant
+    """./run must check names itself: distlab/lab/config gets no variables that are not in the Compose file."""
+    named = ["RUN_MODE", "RANK", "MASTER_PORT", "LAB_KEY_FILE"]  # few, because ./run starts a process per wrong name
     slipped = {slip for name in named for slip in one_typo_from(name)} - aliases(Config).keys()
     others = set(OF_OTHERS) - os.environ.keys()
     done = run_under_an_engine(checkout, WORLD_SIZE="9", **dict.fromkeys([*slipped, *others], "2"))
@@ -254,14 +256,14 @@ def test_every_typing_error_is_refused_before_a_container_starts(checkout: Path)
     refused = [line.split()[1] for line in done.stderr.splitlines()]
     assert refused.pop(0) == "WORLD_SIZE='9'"
     assert sorted(refused) == sorted(slipped)
-    assert not (checkout / "asked").exists() or "up" not in (checkout / "asked").read_text()
+    assert not (checkout / "calls").exists() or "up" not in (checkout / "calls").read_text()
 
 
 @pytest.mark.parametrize("words", [["LAB_STEPS=7", "WORLD_SIZE=2"], ["RUN_MODE=tp", "WORLD_SIZE=2"]], ids=" ".join)
 def test_make_quick_is_a_small_run_with_the_set_variables(checkout: Path, words: list[str]) -> None:
-    done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | beside_an_engine(checkout), timeout_s=60)
+    done = ended(["make", "quick", *words], cwd=checkout, environ=clean() | engine_variables(checkout), timeout_s=60)
     assert done.returncode == 0, done.stderr
-    variables = set((checkout / "given").read_text().splitlines())
+    variables = set((checkout / "variables").read_text().splitlines())
     assert {"LAB_WIDTH=32", "LAB_DEPTH=4", "DISTLAB_STARTED_BY=make run", *words} <= variables
     assert ("LAB_STEPS=5" in variables) == ("LAB_STEPS=7" not in words)
 
@@ -287,9 +289,9 @@ def test_a_refused_run_prints_no_json(checkout: Path) -> None:
 
 @pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 143), ("INT", 130)])
 def test_a_stopped_run_is_judged_from_its_records(checkout: Path, signal: str, code: int) -> None:
-    stopped, asked = under_an_engine(checkout, STOPS=signal)
+    stopped, calls = code_and_calls(checkout, STOPS=signal)
     assert stopped == code
-    assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", asked, re.MULTILINE)
+    assert re.search(r"compose run .*worker0 python -m distlab report runs/x$", calls, re.MULTILINE)
     assert (checkout / "runs" / "latest").resolve() == checkout / "runs" / "x"
 
 
@@ -316,15 +318,15 @@ def test_a_stopped_run_of_processes_leaves_its_verdict(
             if re.search(r"^rank 0 \| (rank 0 of|check  )", line):
                 break
         process.send_signal(number)
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == code, said
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
     run = json.loads((checkout / "runs" / "latest" / "run.json").read_text())
     assert run["verdict"] == "lost" and {error["exit_code"] for error in run["errors"]} == {code}
     assert (checkout / "runs" / "latest" / "report.html").stat().st_uid == os.getuid()
 
 
 @contextmanager
-def held(lock: Path, words: str) -> Iterator[None]:
+def locked(lock: Path, words: str) -> Iterator[None]:
     """Lock the file as a live run does."""
     with lock.open("w") as file:
         file.write(words)
@@ -336,18 +338,20 @@ def held(lock: Path, words: str) -> Iterator[None]:
 def test_a_second_run_in_a_clone_is_refused(
     checkout: Path,
 ) -> None:
-    with held(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
+    with locked(checkout / ".running-distlab", "17 2026-11-26 22:02:48\n"):
         done = run_under_an_engine(checkout)
         assert done.returncode == 2
         assert done.stderr.endswith(
             "refused    a run of this folder is going on since 2026-11-26 22:02:48: stop it, or use another"
             " COMPOSE_PROJECT_NAME\n"
         )
-        asked = (checkout / "asked").read_text()
-        assert "compose down" not in asked and "compose up" not in asked
-        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="distlab").returncode == 2, "the same by its name"
+        calls = (checkout / "calls").read_text()
+        assert "compose down" not in calls and "compose up" not in calls
+        assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="distlab").returncode == 2, (
+            "the same name as by default"
+        )
         assert run_under_an_engine(checkout, COMPOSE_PROJECT_NAME="other").returncode == 0
-    assert run_under_an_engine(checkout).returncode == 0, "one that was killed leaves its file behind, and no lock"
+    assert run_under_an_engine(checkout).returncode == 0, "a killed run leaves its file without a lock"
     assert list(checkout.glob(".running*")) == []
 
 
@@ -357,9 +361,9 @@ def test_a_run_of_another_folder_is_not_stopped(checkout: Path) -> None:
     assert (
         "refused    a run of /home/other/distlab has the name distlab too: stop it, or use another COM" in done.stderr
     )
-    assert "compose down" not in (checkout / "asked").read_text()
+    assert "compose down" not in (checkout / "calls").read_text()
     assert run_under_an_engine(checkout, ELSEWHERE=str(checkout)).returncode == 0, (
-        "what an earlier run has left is its own"
+        "the containers belong to an earlier run of this folder"
     )
 
 
@@ -372,6 +376,6 @@ def test_only_own_stopped_containers_have_an_exit_code(checkout: Path, state: di
 
 @pytest.mark.parametrize("mode", ["experiments/dp", "/tmp/mode.py", "mode.py"])
 def test_a_mode_outside_of_the_checkout_is_refused(checkout: Path, mode: str) -> None:
-    done = under_an_engine(checkout, RUN_MODE=mode)
+    done = code_and_calls(checkout, RUN_MODE=mode)
     assert done[0] == 2
     assert "compose" not in done[1].replace("compose version", "")

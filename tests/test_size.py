@@ -1,14 +1,13 @@
-"""How much there is to read: statements and files of each folder, and the files that one opens to follow a variant.
+"""Limits on the amount of code: statements and files of each folder, and the files that a reader opens for a variant.
 
-Statements are those of Python's own grammar, so several on a line count as several. Whoever makes a folder larger than
-its row in SIZES raises the row in the same commit, and says in the commit why.
+Statements are those of Python's grammar, so several on one line count as several. A commit that makes a folder larger
+than its row in SIZES raises the row and explains why.
 
-    python -m tests.test_size    prints the rows of SIZES as the folders stand
+    python -m tests.test_size    prints the current rows of SIZES
 
-What one opens for a variant is counted from the function that builds it: the files of all functions and classes that it
-reaches by name, as far as they are defined in the mode's own folder or in the folder of its technique. Not counted is
-what it calls of another folder (the optimizer, a collective, another technique), and the mode's `options.py`, whose
-variables docs/variables.md explains.
+The files of a variant are counted from the function that builds it: the files of all functions and classes that it
+reaches by name in the folder of the mode or of its technique. Not counted are files of other folders (the optimizer, a
+collective, another technique) and the mode's `options.py`, whose variables docs/variables.md explains.
 """
 
 import ast
@@ -36,7 +35,7 @@ from distlab.techniques.parameter_server.server import ParameterServer, Worker
 
 TOP = Path(__file__).parent.parent
 GROUPS = ("distlab/techniques", "distlab/lab", "distlab/tools")
-WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # of a group each folder has a row
+WHOLE = ("distlab/cli", "experiments", "workers", "engines", "tests", "benchmarks")  # one row each
 SIZES = {  # statements and files, at most
     "distlab": (276, 4),
     "distlab/techniques": (1, 1),
@@ -80,7 +79,7 @@ SIZES = {  # statements and files, at most
     "benchmarks": (2_419, 37),
 }
 MOST_FILES, MEDIAN_FILES, BUCKETED_LINES = 6, 3, 650
-READ = {  # by a person, from each `def` on: the lesson's own folder and distlab/, without the lesson itself
+READ = {  # found by reading the code: files of the mode and of distlab/, without the lesson itself
     ("dp", "bucketed"): "data_parallel/buckets.py data_parallel/slow_link.py data_parallel/strategy.py",
     ("tp", "megatron"): "tensor_parallel/layers.py tensor_parallel/strategy.py",
     ("pp", "1f1b"): (
@@ -97,7 +96,7 @@ TECHNIQUES = {
     "cp": "context_parallel", "moe": "expert_parallel", "mesh": "mesh", "compress": "compression",
     "precision": "precision", "largebatch": "large_batch", "server": "parameter_server", "elastic": "elastic",
 }  # fmt: skip
-# Where one begins with a variant that its mode's own `run` makes.
+# Where a reader begins with a variant that its mode's own `run` builds.
 BUILT_BY_RUN: dict[str, dict[str, object]] = {
     "comm": {"gloo": None, **ALGORITHMS, "tcp": (ALGORITHMS["server"], ALGORITHMS["direct"])},
     "elastic": {policy.name: (Course, ShardedSurvivor if policy.sharded else Survivor) for policy in POLICIES},
@@ -274,14 +273,14 @@ def by_variant() -> dict[tuple[str, str], Opened]:
     return {(opened.mode, opened.variant): opened for opened in variants()}
 
 
-def test_the_count_is_of_the_files_that_a_reader_opens() -> None:
+def test_the_counted_files_are_the_expected_ones() -> None:
     for (mode, variant), expected in READ.items():
         lesson, *others = by_variant()[mode, variant].files
         assert lesson == TOP / "experiments" / mode / "__init__.py"
         assert " ".join("/".join(path.parts[-2:]) for path in others) == expected
 
 
-def test_a_variant_takes_no_more_files_than_today() -> None:
+def test_a_variant_spans_few_files() -> None:
     num_files = {key: len(opened.files) for key, opened in by_variant().items()}
     assert max(num_files.values()) <= MOST_FILES
     assert median(num_files.values()) <= MEDIAN_FILES

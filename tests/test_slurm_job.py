@@ -13,7 +13,7 @@ def submitted(folder: Path, code: int, **variables: str) -> tuple[int, str, str]
     """Return the script's exit code, the arguments of srun and the calls of scontrol."""
     for name, does in (
         ("srun", f'echo "$LAB_RUN_ID $LAB_RESUME $*" >{folder}/started; exit {code}'),
-        ("scontrol", f'echo "$*" >{folder}/asked'),
+        ("scontrol", f'echo "$*" >{folder}/requeued'),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{does}\n")
         (folder / name).chmod(0o755)
@@ -24,11 +24,11 @@ def submitted(folder: Path, code: int, **variables: str) -> tuple[int, str, str]
         "SLURM_JOB_ID": "7",
     } | variables
     done = subprocess.run(["sh", str(JOB)], env=environ, stdout=subprocess.PIPE, check=False, timeout=30)
-    asked = folder / "asked"
+    requeued = folder / "requeued"
     return (
         done.returncode,
         (folder / "started").read_text().strip(),
-        asked.read_text().strip() if asked.exists() else "",
+        requeued.read_text().strip() if requeued.exists() else "",
     )
 
 
@@ -40,7 +40,7 @@ def test_ranks_are_tasks_of_a_resumable_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [3, 137])
 def test_a_lost_rank_requeues_the_job_a_few_times(tmp_path: Path, code: int) -> None:
     assert submitted(tmp_path, code)[::2] == (code, "requeue 7")
-    (tmp_path / "asked").unlink()
+    (tmp_path / "requeued").unlink()
     assert submitted(tmp_path, code, SLURM_RESTART_COUNT="3")[::2] == (code, "")
 
 

@@ -14,7 +14,7 @@ SMALL = {
     "RUN_MODE": "dp", "WORLD_SIZE": "2", "LAB_MODEL": "mlp", "LAB_STEPS": "2", "LAB_WIDTH": "8", "LAB_DEPTH": "1", "LAB_SEQ": "8",
     "LAB_VARIANT": "flat", "LAB_RUN_ID": "run",
 }  # fmt: skip
-UNHEARD = "output     nothing more is printed ({}): the run continues, and its log file has everything"
+NOT_PRINTED = "output     nothing more is printed ({}): the run continues, and its log file has everything"
 
 
 def shell(words: str, runs: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def test_a_run_without_output_continues_and_logs_it(tmp_path: Path, redirected: 
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and verdict(tmp_path) == "pass"
     log = (tmp_path / "run" / "rank0.log").read_text().splitlines()
-    assert log.count(UNHEARD.format(why)) == bool(why) and any(line.startswith("PASS") for line in log)
+    assert log.count(NOT_PRINTED.format(why)) == bool(why) and any(line.startswith("PASS") for line in log)
     assert not any(line.startswith("output") for line in (tmp_path / "run" / "rank1.log").read_text().splitlines())
     if "1" not in redirected and "&-" in redirected and not why:
         assert "rank 0 | PASS" in done.stdout
@@ -125,7 +125,7 @@ printed("rank 0 | PASS")
 
 
 def test_each_line_is_one_write() -> None:
-    reads, writes = os.pipe2(os.O_DIRECT)  # each read returns what one write has left
+    reads, writes = os.pipe2(os.O_DIRECT)  # each read returns the data of one write
     command, environ = [sys.executable, "-c", PARTS], os.environ | {"PYTHONUNBUFFERED": "1"}
     subprocess.run(command, stdout=writes, env=environ, timeout=30, check=True)
     os.close(writes)

@@ -1,8 +1,8 @@
-"""Who has no key, at every port that a run opens: it finds them by the kernel's table, tells each all that is forged,
-and changes neither verdict nor losses nor exit code.
+"""A stranger without the key sends forged messages to every port of a run, which it finds in the kernel's tables. The
+verdict, the losses and the exit code must not change.
 
-A run opens MASTER_PORT, over tcp one of each rank's, in elastic one of each rank's where it would serve. gloo's own are
-among those that are found.
+A run opens MASTER_PORT; with LAB_BACKEND=tcp also a port per rank, and in elastic a port per rank that could become the
+server. The ports of gloo are found too.
 """
 
 import json
@@ -70,7 +70,7 @@ class Stranger:
 
     def __init__(self, pid: int) -> None:
         self.found: set[Port] = set()
-        self.written: list[str] = []  # what torch's client could do
+        self.written: list[str] = []  # the operations that torch's client could do
         self._pid, self._over = pid, threading.Event()
         self._thread = threading.Thread(target=self._attack, daemon=True)
         self._thread.start()
@@ -80,10 +80,8 @@ class Stranger:
         while not self._over.is_set():
             self.found |= ports_of(self._pid)
             for port in self.found - begun:
-                for act in (
-                    self._send_forged,
-                    self._connect_as_torch,
-                ):  # a run may be over before torch's client has given up
+                # In threads, because a run may end before torch's client does.
+                for act in (self._send_forged, self._connect_as_torch):
                     threading.Thread(target=act, args=(port,), daemon=True).start()
             begun |= self.found
             time.sleep(0.05)
@@ -115,8 +113,8 @@ def attacked(command: list[str], folder: Path, **settings: str) -> tuple[int, st
     return code, run.text, stranger
 
 
-# A rank listens for its transport only until those who dial it have come: a few ms, in which the port is seldom found by
-# who looks for it every 50 ms beside other work. Ranks are forked from this process, and listen a second longer.
+# A rank listens for its transport only until the others have connected. That takes a few ms, too short for a search every
+# 50 ms. Ranks are forked from this process, and here they listen a second longer.
 LISTENS_LONGER = """
 import sys, time
 from distlab.cli.run import main
@@ -134,8 +132,8 @@ sys.exit(main(sys.argv[1:]))
     ("mode", "settings", "ports"),
     [
         ("dp", {}, 1),  # MASTER_PORT
-        ("dp", {"LAB_BACKEND": "tcp"}, 2),  # a transport's of each rank that is dialled
-        ("elastic", {"LAB_VARIANT": "join", "LAB_STEPS": "8"}, 1 + 3),  # where each would serve
+        ("dp", {"LAB_BACKEND": "tcp"}, 2),  # also the port of a rank's transport
+        ("elastic", {"LAB_VARIANT": "join", "LAB_STEPS": "8"}, 1 + 3),  # the ports of possible servers
     ],
     ids=["gloo", "transport", "elastic"],
 )
@@ -148,7 +146,7 @@ def test_a_run_under_attack_ends_normally(mode: str, settings: dict[str, str], p
     assert stranger.written == []
     assert len(stranger.found) >= ports
     assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"
-    assert run["dropped"], "what came is counted"
+    assert run["dropped"], "forged messages are counted"
 
 
 SCRIPT = """
@@ -173,15 +171,15 @@ def test_a_check_under_attack_has_the_same_findings(command_name: str, tmp_path:
     assert {port.ip for port in stranger.found} == {"127.0.0.1"}, "nothing listens elsewhere"
 
 
-def test_a_pool_s_store_is_closed_to_strangers(ranks: Ranks) -> None:
-    ranks(1, place)
+def test_the_store_of_a_pool_rejects_strangers(ranks: Ranks) -> None:
+    ranks(1, rank_of)
     assert ranks._store is not None
     port = ranks._store.port
     assert attack_as_tcp_store(port) == ""
     assert all(len(answer_to(port, words)) < 100 for words in FORGED.values())
     assert Port("127.0.0.1", port) in ports_of(os.getpid())
-    assert ranks(2, place) == [0, 1]
+    assert ranks(2, rank_of) == [0, 1]
 
 
-def place(group: object) -> int:
+def rank_of(group: object) -> int:
     return int(group.rank())  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ def broken(group: dist.ProcessGroup, how: str) -> None:
         if how == "raises":
             raise ValueError("on purpose")
         if how == "dies":
-            posix._exit(5)  # which nothing heeds
+            posix._exit(5)  # without any cleanup
         time.sleep(60)
 
 
@@ -55,6 +55,6 @@ def test_a_broken_rank_is_named_and_the_pool_recovers(ranks: Ranks, how: str, wo
 def test_tests_of_a_group_share_a_pool_in_parallel_runs(request: pytest.FixtureRequest) -> None:
     """pytest-xdist keeps a group on one worker by the suffix of its tests' ids, so conftest.py must mark them early
     enough."""
-    group = "tests/test_strangers.py"  # the first of the files that one worker has together
+    group = "tests/test_strangers.py"  # the group of several files on one worker
     assert request.node.get_closest_marker("xdist_group").args == (group,)
     assert request.node.nodeid.endswith(f"@{group}") == request.config.getoption("loadgroup", False)

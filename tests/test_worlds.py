@@ -1,4 +1,4 @@
-"""Worlds as a user without Docker starts them: 5 local ranks and 3, uneven everything; and two nodes of torchrun.
+"""Runs without Docker: 5 and 3 local ranks with uneven sizes, and two nodes of torchrun.
 
 The two nodes are two agents on this machine.
 """
@@ -13,7 +13,7 @@ from tests.launched import clean
 from tests.warm import Warm
 
 TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "24", "LAB_DEPTH": "2", "LAB_STEPS": "3", "LAB_BATCH": "17"}
-DEPTH = {"dp": "2", "pp": "4"}  # a stage of three has a layer more than the others
+DEPTH = {"dp": "2", "pp": "4"}  # one of three stages has one more layer
 
 
 def start(command: list[str], runs: Path, **settings: str) -> Warm:

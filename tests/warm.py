@@ -27,14 +27,14 @@ class Warm:
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
-        self.stdin, self.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
-        ends = Ends(theirs_in, theirs_out)
+        child_in, parent_out = os.pipe()
+        parent_in, child_out = os.pipe()
+        self.stdin, self.stdout = os.fdopen(parent_out, "w"), os.fdopen(parent_in)
+        ends = PipeEnds(child_in, child_out)
         self._process = context.Process(target=run, args=(module, arguments, environ, ends, cwd or Path.cwd()))
         self._process.start()
-        os.close(theirs_in)
-        os.close(theirs_out)
+        os.close(child_in)
+        os.close(child_out)
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
@@ -59,22 +59,22 @@ class Warm:
         self.send_signal(signal.SIGKILL)
 
 
-class Ends:
+class PipeEnds:
     """The program's ends of two pipes, pickled on the way to it."""
 
     def __init__(self, read: int, write: int) -> None:
         self.read, self.write = read, write
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return arrived, (reduction.DupFd(self.read), reduction.DupFd(self.write))
+        return received_ends, (reduction.DupFd(self.read), reduction.DupFd(self.write))
 
 
-def arrived(read: Any, write: Any) -> Ends:
+def received_ends(read: Any, write: Any) -> PipeEnds:
     """Return the ends in the program."""
-    return Ends(read.detach(), write.detach())
+    return PipeEnds(read.detach(), write.detach())
 
 
-def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: Ends, cwd: Path) -> None:
+def run(module: str, arguments: Sequence[str], environ: Mapping[str, str], ends: PipeEnds, cwd: Path) -> None:
     """Do the same as `python -m module arguments` or `python -c`, with this environment and these streams, in `cwd`."""
     os.chdir(cwd)
     os.environ.clear()

@@ -157,16 +157,16 @@ def claims(mode: Mode, sweep_mib: float) -> Sequence[Claims]:
     """Return the checks of primitives and gradients, and of each all_reduce's result and bytes."""
     sizes = [name for mib, name in COMPARED.items() if mib <= sweep_mib]
     sent = [f"wire bytes {operation} {size}" for operation in OPERATIONS for size in sizes]
-    wrong = "test_a_wrong_primitive_is_seen"
+    wrong = "test_a_wrong_all_gather_is_detected"
     return (
         Claims(("forward",), times=PRIMITIVES, fails_in=wrong),
         Claims(("gradients",), times=GRADIENTS),
         Claims(("demo",), fails_in=wrong),
-        Claims(("no autograd",), fails_in="test_a_gather_that_autograd_knows_is_seen"),
+        Claims(("no autograd",), fails_in="test_a_gather_with_a_gradient_is_detected"),
         Claims(("ring",)),
-        Claims(("sum",), ("one_by_one", *mode.names), fails_in="test_a_sum_that_rank_0_keeps_is_seen"),
+        Claims(("sum",), ("one_by_one", *mode.names), fails_in="test_a_sum_on_rank_0_only_is_detected"),
         Claims(("contents",), mode.names, times=len(OPERATIONS)),
         Claims(("drawn bytes",), mode.names),
         Claims(sent, mode.names),
-        Claims(("wire bytes ",), (), fails_in="test_bytes_that_are_off_fail_the_sweep"),
+        Claims(("wire bytes ",), (), fails_in="test_wrong_byte_counts_fail_the_sweep"),
     )

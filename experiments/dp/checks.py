@@ -108,10 +108,10 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("samples",), one=True, when=config.proof),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=config.proof),
         Claims(("called bytes", "wire bytes", "rest bytes", "launched early"), mode.by_hand),
-        Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_dp_graphs_that_are_kept_show_in_the_peak"),
+        Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_dp_retained_graphs_fail_the_peak"),
         Claims(("calls",), VARIANTS[:3]),
         Claims(("launch order",), ("bucketed",)),  # also ring's, except for buckets with fewer numbers than ranks
-        Claims(("waiting gradients",), (), fails_in=f"{orders}test_dp_buckets_that_wait_for_the_first_layer_are_seen"),
+        Claims(("waiting gradients",), (), fails_in=f"{orders}test_dp_bytes_waiting_for_the_first_layer_are_counted"),
     )
 
 

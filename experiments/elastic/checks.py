@@ -260,7 +260,7 @@ def claims(mode: Mode, config: Config, options: Options) -> Sequence[Claims]:
         Claims(("wire bytes",), chosen, when=config.world_size > 1, fails_in=more),
         Claims(("moments held",), ("zero1",), fails_in="test_moments_kept_too_long_fail_their_check"),
         Claims(("moved bytes",), (), fails_in="test_a_shard_sent_twice_fails_its_check"),
-        Claims(("times of changes",), (), fails_in="test_times_not_counted_from_the_begin_of_a_change_fail"),
+        Claims(("times of changes",), (), fails_in="test_times_with_a_wrong_start_fail"),
         Claims(("updates kept",), [name for name in chosen if name != "restart"]),
         Claims(("weights", "samples", "replicas"), chosen, one=True),
         Claims(("losses", "record"), chosen, one=True, fails_in=line),

@@ -142,11 +142,11 @@ def check_order(lab: Lab, name: str, measured: Measured, *, reshard: bool) -> No
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """List the checks of a run: bytes, calls, when weights are whole, and when gradients are summed."""
     orders = "tests/experiments/test_orders.py::"
-    too_soon = f"{orders}test_fsdp_weights_that_are_whole_too_soon_or_too_long_are_named"
+    too_soon = f"{orders}test_fsdp_weights_gathered_too_early_or_long_are_named"
     return (
         *measured(mode, config, replicated=("dp", "zero1", "zero2")),  # which hold all weights
         Claims(("called bytes", "wire bytes", "rest bytes", "calls", "scratch"), mode.by_hand),
-        Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_fsdp_gradients_that_wait_show_in_the_peak"),
+        Claims(("peak bytes",), mode.by_hand, fails_in=f"{orders}test_fsdp_late_sums_fail_the_peak"),
         Claims(("whole units",), tuple(AHEAD)),
         Claims(("a layer at a time",), tuple(AHEAD), fails_in=too_soon),
         Claims(("sums",), [name for name in mode.by_hand if name != "dp"], when=config.world_size > 1),

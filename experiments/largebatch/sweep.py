@@ -84,17 +84,17 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     other_step = "test_samples_of_another_step_fail_the_run"
     return (
         Claims(("effective batch",), one=True, times=batches, fails_in=other_step),
-        Claims(("held out",), one=True, fails_in="test_a_sweep_that_judges_by_what_it_trained_fails_the_run"),
+        Claims(("held out",), one=True, fails_in="test_a_sweep_evaluated_on_training_samples_fails_the_run"),
         Claims(("replicas",), mode.names, times=batches),
         Claims(("called bytes", "wire bytes"), (config.model,)),
-        Claims(("layers",), LAYERWISE, when=proof, fails_in="test_a_corner_that_is_wrong_fails_the_run"),
-        Claims(("global norms",), LAYERWISE, when=proof, fails_in="test_norms_of_a_rank_alone_fail_the_run"),
-        Claims((EQUALITY,), one=True, when=proof, fails_in="test_a_gradient_that_is_no_mean_fails_the_run"),
+        Claims(("layers",), LAYERWISE, when=proof, fails_in="test_a_wrong_edge_case_fails_the_run"),
+        Claims(("global norms",), LAYERWISE, when=proof, fails_in="test_local_norms_fail_the_run"),
+        Claims((EQUALITY,), one=True, when=proof, fails_in="test_summed_gradients_fail_the_run"),
         claims_of_all("gradients", STEPS, other_step),
-        claims_of_all("weights", STEPS, "test_a_term_that_is_missing_fails_the_run"),
+        claims_of_all("weights", STEPS, "test_a_missing_term_fails_the_run"),
         Claims(("learning rate",), plain, one=True, times=STEPS, when=proof),
         claims_of_all("trained gradients", batches, "test_a_sweep_on_one_batch_fails_the_run"),
-        claims_of_all("trained weights", batches, "test_a_sweep_that_forgets_fails_the_run"),
+        claims_of_all("trained weights", batches, "test_a_sweep_with_wrong_updates_fails_the_run"),
     )
 
 

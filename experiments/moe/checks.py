@@ -239,6 +239,6 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         *measured(mode, config),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("capacity",), routed, when=fresh),
-        Claims(("choices",), routed, when=fresh, fails_in="test_choices_that_are_counted_wrong_fail"),
+        Claims(("choices",), routed, when=fresh, fails_in="test_wrong_counts_of_choices_fail"),
         Claims(("copies",), ("ep_dp", "ep_dp_tp"), one=True, when=config.proof),
     )

@@ -80,5 +80,5 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
         Claims(("in flight",), mode.by_hand, when=config.proof),
         Claims(("called bytes", "wire bytes", "rest bytes", "calls"), mode.by_hand),
         Claims(("schedule", "bubble on paper", "activation bytes"), mode.by_hand),
-        Claims(("left of a step",), (), fails_in="test_what_a_step_leaves_fails_by_name"),
+        Claims(("left of a step",), (), fails_in="test_tensors_left_by_a_step_fail_the_run"),
     )

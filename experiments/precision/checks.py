@@ -307,7 +307,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """Return the checks: bytes of all variants, the formats' tolerances, and the effects of overflows."""
     half_names, proof, clips = [name for name in mode.by_hand if name != "fp32"], config.proof, config.clip is not None
     exact = [name for name in half_names if name != "fp16"]
-    masters, gradients = "test_masters_that_go_wrong_fail_the_run", "test_gradients_that_are_wrong_fail_the_run"
+    masters, gradients = "test_wrong_master_weights_fail_the_run", "test_wrong_gradients_fail_the_run"
     return (
         *measured(mode, config, not_compared=half_names),
         Claims(("called bytes", "wire bytes", "rest bytes"), mode.by_hand),
@@ -319,13 +319,13 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
             half_names,
             times=STEPS,
             when=proof and not clips,
-            fails_in="test_a_scale_that_stays_in_gradients_fails_the_run",
+            fails_in="test_wrongly_unscaled_gradients_fail_the_run",
         ),
         Claims(("clipped gradients",), half_names, times=STEPS, when=proof and clips),
         Claims(("update",), half_names, times=STEPS, when=proof, fails_in=masters),
         Claims(("unscaled",), SCALED, when=proof, fails_in=gradients),
-        Claims(("loss scale",), SCALED, when=proof, fails_in="test_a_scale_that_breaks_the_rule_fails_the_run"),
-        Claims(("skipped",), SCALED, when=proof, fails_in="test_a_step_that_should_be_skipped_fails_the_run"),
+        Claims(("loss scale",), SCALED, when=proof, fails_in="test_a_wrong_loss_scale_fails_the_run"),
+        Claims(("skipped",), SCALED, when=proof, fails_in="test_wrong_skipping_fails_the_run"),
         Claims(("clipped gradients",), SCALED, when=proof),
         Claims(("weights",), SCALED, when=proof, fails_in=masters),
         Claims(("first masters",), ("bf16_master", "plain"), when=proof, fails_in=masters),

@@ -93,7 +93,7 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     of_lengths = [f"{kind} at H = {length}" for length in lengths for kind in ("losses", "weights")]
     as_trained = [f"{kind} at H = {lengths[-1]} as trained" for kind in ("losses", "weights")]
     rounds = "test_a_wrong_mean_fails_losses_and_weights_at_every_h"
-    worker = f"{asynchronous}test_a_wrong_worker_fails_by_name"
+    worker = f"{asynchronous}test_a_wrong_worker_fails_its_checks"
 
     def of_run(name: str, test: str) -> Claims:
         return Claims((name,), (DOWNPOUR,), one=True, fails_in=f"{asynchronous}{test}")
@@ -107,23 +107,23 @@ def claims(mode: Mode, config: Config) -> Sequence[Claims]:
             replicated=synchronous,
         ),
         Claims(("called bytes", "wire bytes"), mode.by_hand),
-        of_run("who may start", "test_the_rules_let_start_whom_the_bound_lets"),
-        of_run("budget", "test_a_server_that_grants_more_than_its_budget_fails_by_name"),
-        of_run("updates", "test_an_update_that_does_not_count_once_fails_by_name"),
-        of_run("final weights", "test_a_worker_that_keeps_its_own_weights_fails_by_name"),
+        of_run("who may start", "test_workers_start_within_the_staleness_bound"),
+        of_run("budget", "test_a_server_that_exceeds_its_budget_is_detected"),
+        of_run("updates", "test_a_lost_or_repeated_update_is_counted"),
+        of_run("final weights", "test_a_worker_with_different_final_weights_fails"),
         Claims(("staleness",), (DOWNPOUR,), one=True, when=config.own(Options).staleness is not None),
-        Claims((RUN_BYTES,), (DOWNPOUR,), fails_in="test_bytes_that_nobody_asked_for_fail_by_name"),
+        Claims((RUN_BYTES,), (DOWNPOUR,), fails_in="test_additional_bytes_fail_the_run"),
         Claims(("samples",), one=True, when=config.proof),
         Claims(("replicas",), synchronous, when=config.proof),
         Claims(("replicas",), ROUNDS, times=len(lengths), when=config.proof),
         Claims(of_lengths, ROUNDS, one=True, when=config.proof, fails_in=rounds),
         Claims(as_trained, ROUNDS, one=True, when=config.proof and tuned, fails_in=rounds),
         Claims(("timed losses",), ROUNDS, one=True, when=config.proof, fails_in=rounds),
-        Claims(("outer step",), (), fails_in="test_an_outer_step_by_other_numbers_fails_the_run"),
+        Claims(("outer step",), (), fails_in="test_a_wrong_outer_step_fails_the_run"),
         Claims(
             ("losses", "gradients", "weights", "samples"), (DOWNPOUR,), one=True, when=config.proof, fails_in=worker
         ),
-        replace(of_run("order of events", "test_another_order_than_the_drawn_one_fails_by_name"), when=config.proof),
+        replace(of_run("order of events", "test_a_wrong_order_of_events_fails"), when=config.proof),
     )
 
 

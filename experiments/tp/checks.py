@@ -128,8 +128,8 @@ def check_order(lab: Lab, name: str, order: Order) -> None:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:
     """List the checks of a run: bytes and order of calls for all variants by hand."""
-    misplaced = "tests/experiments/test_orders.py::test_tp_a_collective_in_the_wrong_place_is_named"
-    unsaved = "test_activations_that_are_not_saved_fail"
+    misplaced = "tests/experiments/test_orders.py::test_tp_misplaced_collectives_are_named"
+    unsaved = "test_wrong_savings_of_activations_fail"
     return (
         *measured(mode, config, replicated=mode.by_hand),
         Claims(("replicas",), (*mode.by_hand, *mode.by_torch), when=config.proof),

@@ -167,12 +167,12 @@ def shorten(samples: list[int]) -> str:
 
 def claims(mode: Mode, config: Config) -> Sequence[Claims]:  # noqa: ARG001  whatever the settings
     """Return the checks that a run must contain, so that a missing one is noticed."""
-    gather = "test_a_wrong_gather_fails_by_name"
+    gather = "test_a_wrong_gather_fails_its_check"
     return (
         Claims(("called bytes",), fails_in=gather),
         Claims(("gathered",), times=EPOCHS, fails_in=gather),
         Claims(("shards",), one=True, times=EPOCHS),
-        Claims(("by hand",), one=True, times=EPOCHS, fails_in="test_shards_of_blocks_fail_by_name"),
+        Claims(("by hand",), one=True, times=EPOCHS, fails_in="test_shards_of_blocks_fail_their_checks"),
         Claims(("reshuffled",), one=True),
     )
 

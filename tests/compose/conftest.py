@@ -1,5 +1,4 @@
-"""Fixtures of tests with real containers: the image once a session, one project a session, one folder of runs a
-test."""
+"""Fixtures of tests with real containers: one image and project per session, one folder of runs per test."""
 
 import os
 import shutil
@@ -14,14 +13,14 @@ from tests.compose.containers import TOP, Containers, call
 
 @pytest.fixture(scope="session")
 def image() -> Iterator[str]:
-    """The name of a Compose project whose image is built from this tree; it goes with the session."""
+    """Return the name of a Compose project with an image of this tree, which is removed after the session."""
     if (
         shutil.which("docker") is None
         or subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=30).returncode
     ):
         if os.environ.get("CI"):
-            pytest.fail("no Docker engine answers, and CI requires the container tests")
-        pytest.skip("no Docker engine answers")
+            pytest.fail("no Docker engine responds, and CI requires the container tests")
+        pytest.skip("no Docker engine responds")
     project = f"distlab-test-{os.getpid()}"
     call("docker", "compose", "-p", project, "build", timeout_s=900)
     yield project
@@ -30,7 +29,7 @@ def image() -> Iterator[str]:
 
 @pytest.fixture
 def cluster(image: str, tmp_path: Path) -> Iterator[Containers]:
-    """A cluster that leaves neither containers nor files behind."""
+    """Return a cluster whose containers and files are removed after the test."""
     runs = tmp_path / "runs"
     runs.mkdir()
     containers = Containers(image, runs)
@@ -41,22 +40,22 @@ def cluster(image: str, tmp_path: Path) -> Iterator[Containers]:
 
 @pytest.fixture
 def clone(image: str, tmp_path: Path) -> Iterator[Path]:
-    """A copy of this tree as a user with id 1234 would have it; its folder's name is its Compose project."""
+    """Return a copy of this tree that belongs to the user 1234; its folder's name is its Compose project."""
     folder = tmp_path / f"distlab-clone-{os.getpid()}"
     files = call("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
     for file in filter(None, files):
         if (TOP / file).is_file() or (TOP / file).is_symlink():  # experiments and engines are links in the package
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(TOP / file, folder / file, follow_symlinks=False)
-    own(image, folder, "1234:1234")
+    change_owner(image, folder, "1234:1234")
     yield folder
     call("docker", "compose", "down", "--remove-orphans", "--timeout", "0", environ={"WORLD_SIZE": "8"}, folder=folder)
     subprocess.run(["docker", "rmi", "--force", f"distlab:{folder.name}"], capture_output=True, check=False, timeout=60)
     give_back(image, tmp_path)
 
 
-def own(image: str, folder: Path, owner: str) -> None:
-    """chown by a container, which any user who may use Docker can do."""
+def change_owner(image: str, folder: Path, owner: str) -> None:
+    """Change the owner of a folder in a container, which any user of Docker may do."""
     call(
         "docker",
         "run",
@@ -73,5 +72,5 @@ def own(image: str, folder: Path, owner: str) -> None:
 
 
 def give_back(image: str, folder: Path) -> None:
-    """Make a folder the test's own again, so that pytest can remove it."""
-    own(image, folder, f"{os.getuid()}:{os.getgid()}")
+    """Give a folder back to this user, so that pytest can remove it."""
+    change_owner(image, folder, f"{os.getuid()}:{os.getgid()}")

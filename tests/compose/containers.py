@@ -1,4 +1,4 @@
-"""Real containers under a test: one Compose project with a folder of runs of its own, every wait bounded."""
+"""Real containers for a test: one Compose project with its own folder of runs; every wait has a time limit."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from distlab.lab.report.table import INDENT
 
 TOP = Path(__file__).parent.parent.parent
 
-# The smallest model that still has everything.
+# A small model.
 TINY = {"LAB_MODEL": "mlp", "LAB_WIDTH": "32", "LAB_DEPTH": "2", "LAB_STEPS": "5"}
 
 
 def clean_environ(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The shell's environment without any setting of the lab or of Compose, and `variables`; rank 0 says all that it
-    can say."""
-    own = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|(LOCAL_)?RANK$|MASTER_")
+    """Return the shell's environment without settings of the lab or of Compose, plus `variables`; rank 0 prints its full
+    log."""
+    settings = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|(LOCAL_)?RANK$|MASTER_")
     return (
-        {name: value for name, value in os.environ.items() if not own.match(name)}
+        {name: value for name, value in os.environ.items() if not settings.match(name)}
         | {"LAB_LOG": "full"}
         | dict(variables or {})
     )
@@ -36,7 +36,7 @@ def call(
     check: bool = True,
     folder: Path = TOP,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with its output taken, both streams as one; an unwanted code fails with what it printed."""
+    """Run a command and return its output, both streams in one; with `check` a code other than 0 fails the test."""
     done = subprocess.run(
         command, cwd=folder, env=clean_environ(environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         stdin=subprocess.DEVNULL, timeout=timeout_s, check=False,
@@ -46,7 +46,7 @@ def call(
 
 
 class Containers:
-    """A cluster of containers: `up`, then `wait` for the ranks' exit codes, then read what they said and left."""
+    """A cluster of containers: `up`, then `wait` for the ranks' exit codes, then read their logs and files."""
 
     def __init__(self, project: str, runs: Path, overlay: Path | None = None) -> None:
         self.project, self.runs, self.overlay = project, runs, overlay
@@ -62,7 +62,7 @@ class Containers:
         )
 
     def up(self, world_size: int, **variables: str) -> None:
-        """Start the ranks; returns when they run."""
+        """Start the ranks; returns when their containers run."""
         self.world_size = world_size
         self.compose("up", "-d", "--no-build", variables={"WORLD_SIZE": str(world_size)} | variables)
 
@@ -71,12 +71,12 @@ class Containers:
         self.up(world_size, **variables)
         return self.wait()
 
-    def begun(self, timeout_s: float = 30) -> None:
-        """Return once every rank's init has begun its program, and hands signals on.
+    def wait_until_started(self, timeout_s: float = 30) -> None:
+        """Wait until every container's init has started its program, and forwards signals.
 
-        A container runs milliseconds before its init listens, and the kernel drops what it sends to a process 1 that
-        does not: of 150 stops right behind `up` on two busy cores 4 came 10 to 50 ms after the start, and ended by
-        SIGKILL.
+        A container runs some milliseconds before its init handles signals, and the kernel drops signals to a process 1
+        without a handler. Of 150 stops directly after `up` on two busy cores, 4 came 10 to 50 ms after the start, and
+        the containers ended by SIGKILL.
         """
         deadline = time.monotonic() + timeout_s
         for rank in range(self.world_size):
@@ -84,13 +84,13 @@ class Containers:
                 assert time.monotonic() < deadline, f"rank {rank} did not begin in {timeout_s} s:\n{self.logs()}"
                 time.sleep(0.05)
 
-    def alone(self, service: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """One rank by itself, with variables that the Compose file would set otherwise."""
-        given = [part for name, value in variables.items() for part in ("-e", f"{name}={value}")]
-        return self.compose("run", "--rm", "-T", "--no-deps", *given, service, check=False)
+    def run_alone(self, service: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run one rank alone, with variables that replace those of the Compose file."""
+        options = [part for name, value in variables.items() for part in ("-e", f"{name}={value}")]
+        return self.compose("run", "--rm", "-T", "--no-deps", *options, service, check=False)
 
     def wait(self, *ranks: int, timeout_s: float = 100) -> dict[int, int]:
-        """The exit codes of these ranks, of all by default."""
+        """Wait for these ranks, by default all, and return their exit codes."""
         wanted = ranks or tuple(range(self.world_size))
         try:
             done = call("docker", "wait", *map(self.name, wanted), timeout_s=timeout_s)
@@ -116,23 +116,22 @@ class Containers:
         )
         return state
 
-    def until(self, rank: int, pattern: str, timeout_s: float = 60) -> tuple[str, float]:
-        """The first line of a rank's log in which `pattern` is found, however it was wrapped, and when it was written, in
-        epoch seconds."""
+    def wait_for_line(self, rank: int, pattern: str, timeout_s: float = 60) -> tuple[str, float]:
+        """Wait for `pattern` in a rank's log; returns the unwrapped line and its time in epoch seconds."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            stamp, whole = "", ""
+            stamp, sentence = "", ""
             for line in self.log(rank, "--timestamps").splitlines():
                 at, _, text = line.partition(" ")
                 goes_on = re.match(rf" {{{INDENT}}}\S", text)
-                stamp, whole = (stamp, f"{whole} {text.strip()}") if goes_on else (at, text)
-                if re.search(pattern, whole):
-                    return whole, parse_time(stamp)
+                stamp, sentence = (stamp, f"{sentence} {text.strip()}") if goes_on else (at, text)
+                if re.search(pattern, sentence):
+                    return sentence, parse_time(stamp)
             time.sleep(0.1)
-        raise AssertionError(f"rank {rank} did not say {pattern!r} in {timeout_s} s:\n{self.logs()}")
+        raise AssertionError(f"rank {rank} did not print {pattern!r} in {timeout_s} s:\n{self.logs()}")
 
     def verdict(self) -> dict[str, Any]:
-        """The run.json of the only run."""
+        """Return the run.json of the only run."""
         (path,) = [path for path in self.runs.glob("*/run.json") if path.parent.name != "latest"]
         run: dict[str, Any] = json.loads(path.read_text())
         return run
@@ -142,5 +141,5 @@ class Containers:
 
 
 def parse_time(stamp: str) -> float:
-    """Docker's timestamps have nanoseconds, Python's at most microseconds."""
+    """Return epoch seconds; Docker's timestamps have nanoseconds, Python's at most microseconds."""
     return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*Z$", r"\1+00:00", stamp)).timestamp()

@@ -1,11 +1,10 @@
-"""What a person can get wrong, in containers: one clear sentence on every rank concerned, its exit code, nothing left
-behind."""
+"""Invalid settings in containers: each affected rank prints one sentence, has the right exit code, and leaves no files."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.compose.conftest import own
+from tests.compose.conftest import change_owner
 from tests.compose.containers import TINY, TOP, Containers, call
 
 pytestmark = pytest.mark.compose
@@ -33,8 +32,10 @@ def assert_refused(cluster: Containers, codes: dict[int, int], *sentences: str) 
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
 )
-def test_one_rank_alone_refuses(cluster: Containers, service: str, variables: dict[str, str], sentence: str) -> None:
-    done = cluster.alone(service, **variables)
+def test_a_single_rank_refuses_invalid_settings(
+    cluster: Containers, service: str, variables: dict[str, str], sentence: str
+) -> None:
+    done = cluster.run_alone(service, **variables)
     assert done.returncode == 2, done.stdout
     assert sentence in done.stdout
     assert "Traceback" not in done.stdout
@@ -66,25 +67,27 @@ WRONG_TOGETHER = {
     ],
     ids=["all at once", "no gpu"],
 )
-def test_every_rank_refuses(cluster: Containers, variables: dict[str, str], sentences: list[str]) -> None:
+def test_every_rank_refuses_invalid_settings(
+    cluster: Containers, variables: dict[str, str], sentences: list[str]
+) -> None:
     assert_refused(cluster, cluster.run(2, **TINY | variables), *sentences)
 
 
-def test_a_folder_of_runs_that_cannot_be_written(cluster: Containers, image: str) -> None:
-    own(image, cluster.runs, "1234:1234")
-    mode(image, cluster.runs, "555")
+def test_an_unwritable_folder_of_runs_is_refused(cluster: Containers, image: str) -> None:
+    change_owner(image, cluster.runs, "1234:1234")
+    change_mode(image, cluster.runs, "555")
     codes = cluster.run(2, **TINY)
     assert_refused(cluster, codes, "runs/ cannot be written by its owner, uid 1234")
 
 
-def mode(image: str, folder: Path, bits: str) -> None:
+def change_mode(image: str, folder: Path, bits: str) -> None:
     call(
         "docker", "run", "--rm", "-v", f"{folder}:/folder", "--entrypoint", "chmod", f"distlab:{image}", bits, "/folder"
     )
 
 
-def test_a_disk_that_is_full(image: str, tmp_path: Path) -> None:
-    """runs/ is a file system of two pages on each rank, which its records exceed."""
+def test_a_full_disk_ends_the_run(image: str, tmp_path: Path) -> None:
+    """runs/ is a file system of 8 kB on each rank, and the records are larger."""
     overlay = write_overlay(
         tmp_path, "worker0", "worker1", volume="{type: tmpfs, target: /lab/runs, tmpfs: {size: 8192}}"
     )
@@ -98,7 +101,7 @@ def test_a_disk_that_is_full(image: str, tmp_path: Path) -> None:
         cluster.down()
 
 
-def test_a_rank_of_another_version(image: str, tmp_path: Path) -> None:
+def test_a_rank_of_another_version_is_refused(image: str, tmp_path: Path) -> None:
     other = tmp_path / "train.py"
     other.write_text((TOP / "experiments/train/__init__.py").read_text() + "# another\n")
     overlay = write_overlay(
@@ -119,18 +122,18 @@ def write_overlay(folder: Path, *services: str, volume: str) -> Path:
     return path
 
 
-def test_a_doubled_rank_is_named_with_both_hosts(cluster: Containers) -> None:
+def test_a_duplicate_rank_is_named_with_its_host(cluster: Containers) -> None:
     cluster.up(2, LAB_JOIN_TIMEOUT_S="30", **TINY | {"LAB_STEPS": "3000"})
-    cluster.until(1, "rank 1 of 2")  # it has its place: else the one that comes first is no double
-    done = cluster.alone("worker1", WORLD_SIZE="2", **TINY | {"LAB_STEPS": "3000"})
+    cluster.wait_for_line(1, "rank 1 of 2")  # rank 1 has joined, so that the second one is the duplicate
+    done = cluster.run_alone("worker1", WORLD_SIZE="2", **TINY | {"LAB_STEPS": "3000"})
     assert done.returncode == 3, done.stdout
     hosts = [call("docker", "inspect", "--format", "{{.Config.Hostname}}", cluster.name(1)).stdout.strip()]
     assert "rank 1" in done.stdout
     assert hosts[0] in done.stdout
 
 
-def test_a_master_that_nobody_is(cluster: Containers) -> None:
-    done = cluster.alone("worker1", MASTER_ADDR="nobody", LAB_JOIN_TIMEOUT_S="2")
+def test_an_unknown_master_address_is_named(cluster: Containers) -> None:
+    done = cluster.run_alone("worker1", MASTER_ADDR="nobody", LAB_JOIN_TIMEOUT_S="2")
     assert done.returncode == 3, done.stdout
     assert "nobody" in done.stdout
     assert "Traceback" not in done.stdout

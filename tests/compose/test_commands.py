@@ -1,5 +1,4 @@
-"""`./run` and `make run` in a clone of somebody else: the ranks' real codes, all that they said, nothing left
-behind."""
+"""`./run` and `make run` in another user's clone: the ranks' exit codes and output, and no containers left."""
 
 import os
 import pty
@@ -28,19 +27,21 @@ def run(clone: Path, *command: str, **variables: str) -> subprocess.CompletedPro
 
 
 def at_terminal(clone: Path, answer: str, *command: str) -> str:
-    """What a command shows in a terminal, where `answer` is typed when it asks."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, cwd=clone, env=clean_environ(), stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    """Return the output of a command in a terminal, in which `answer` is typed when it asks."""
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=clone, env=clean_environ(), stdin=terminal, stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
     shown, deadline = "", time.monotonic() + 100
     while time.monotonic() < deadline:
         if answer and "[y/N]" in shown:
-            os.write(ours, f"{answer}\n".encode())
+            os.write(controller, f"{answer}\n".encode())
             answer = ""
-        if not select.select([ours], [], [], 1)[0]:
+        if not select.select([controller], [], [], 1)[0]:
             continue
         try:
-            shown += os.read(ours, 4096).decode(errors="replace")
+            shown += os.read(controller, 4096).decode(errors="replace")
         except OSError:  # the other end is closed
             break
     try:
@@ -50,15 +51,15 @@ def at_terminal(clone: Path, answer: str, *command: str) -> str:
     return shown
 
 
-def left_over(clone: Path) -> list[str]:
-    """Containers of the clone's project, running or not."""
+def containers_of(clone: Path) -> list[str]:
+    """Return the containers of the clone's project, running or not."""
     return call("docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={clone.name}").stdout.split()
 
 
 @contextmanager
 def running(clone: Path, log: Path, variables: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    """`./run` in the background once its ranks train. Signals are as in a terminal: pytest may have inherited
-    others."""
+    """Run `./run` in the background, and continue when its ranks train. Signals have their default handlers, which
+    pytest may have changed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["./run"], cwd=clone, env=clean_environ(variables), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -83,10 +84,10 @@ def test_a_drill_starts_its_ranks_in_one_container(words: tuple[str, ...], clone
     done = run(clone, "./run", "drill", "WORLD_SIZE=2", "--faults", "kill", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"kill, resume 2 +2 +8 +to the bit +\d+ +0 +0 ", done.stdout), done.stdout
-    assert not left_over(clone)
+    assert not containers_of(clone)
 
 
-def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed(clone: Path) -> None:
+def test_a_run_leaves_only_files_of_the_owner(clone: Path) -> None:
     done = run(clone, "./run", "dp", *(f"{name}={value}" for name, value in SMALL.items()))
     assert done.returncode == 0, done.stdout
     assert "PASS" in done.stdout
@@ -94,7 +95,7 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     assert len(list(clone.glob("runs/*/run.json"))) >= 1
     strangers = {str(path) for path in clone.rglob("*") if (path.lstat().st_uid, path.lstat().st_gid) != (1234, 1234)}
     assert strangers == set()
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
     old = shutil.copytree(clone / "runs" / "latest", clone / "runs" / "old")
     for path in [old, *old.rglob("*")]:
         os.chown(path, 1234, 1234)
@@ -108,7 +109,7 @@ def test_a_run_leaves_files_of_the_clones_owner_and_no_containers_and_is_removed
     assert (clone / "runs" / "latest" / "run.json").exists()
 
 
-def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
+def test_make_run_prints_the_exit_code(clone: Path) -> None:
     done = run(
         clone, "make", "run", *[f"{name}={value}" for name, value in (SMALL | {"LAB_BUG": "means_of_shards"}).items()]
     )
@@ -131,40 +132,40 @@ def test_make_run_prints_the_code_that_make_cannot_return(clone: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_run_returns_2_for_what_is_refused(clone: Path, variables: dict[str, str], sentence: str) -> None:
+def test_run_returns_2_for_refused_settings(clone: Path, variables: dict[str, str], sentence: str) -> None:
     done = run(clone, **variables)
     assert done.returncode == 2, done.stdout
     assert sentence in done.stdout
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
 
 
-def test_run_returns_3_and_prints_the_late_words_of_survivors(clone: Path, tmp_path: Path) -> None:
+def test_run_returns_3_and_prints_the_survivors_messages(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG | {"WORLD_SIZE": "3"}) as process:
         call("docker", "kill", f"{clone.name}-worker1-1")
         assert process.wait(timeout=90) == 3, log.read_text()
     lines = [line for line in log.read_text().splitlines() if "rank 1 lost" in line]
     assert {match.group() for line in lines if (match := re.search(r"worker\d", line))} >= {"worker0", "worker2"}
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
 
 
-def test_a_second_run_is_refused_and_the_first_goes_on(clone: Path, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_the_first_continues(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG) as process:
-        before = left_over(clone)
+        before = containers_of(clone)
         second = run(clone, **SMALL)
         assert second.returncode == 2, second.stdout
         assert "refused    a run of this folder is going on since 20" in second.stdout
         named = run(clone, **SMALL, COMPOSE_PROJECT_NAME=clone.name)
         assert named.returncode == 2, named.stdout
-        assert (left_over(clone), len(before), process.poll()) == (before, 2, None)
+        assert (containers_of(clone), len(before), process.poll()) == (before, 2, None)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 143, log.read_text()
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
     assert list(clone.glob(".running*")) == []
 
 
-def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, tmp_path: Path) -> None:
+def test_removed_containers_fail_the_run(clone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with running(clone, log, LONG) as process:
         call("docker", "compose", "down", "--timeout", "1", environ={"WORLD_SIZE": "2"}, folder=clone)
@@ -177,7 +178,7 @@ def test_containers_that_are_removed_while_they_run_are_no_success(clone: Path, 
     [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)],
     ids=["ctrl-c", "sigterm", "as a CI cancels"],
 )
-def test_a_stopped_run_takes_the_cluster_down(
+def test_a_stopped_run_removes_its_containers(
     clone: Path, tmp_path: Path, number: signal.Signals, code: int, group: bool
 ) -> None:
     log = tmp_path / "log"
@@ -188,10 +189,10 @@ def test_a_stopped_run_takes_the_cluster_down(
         assert process.wait(timeout=30) == code, log.read_text()
     assert "was stopped by SIGTERM" in log.read_text()
     assert "panic" not in log.read_text()
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
 
 
-def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
+def test_an_earlier_larger_cluster_is_removed_first(clone: Path) -> None:
     call(
         "docker",
         "compose",
@@ -202,13 +203,13 @@ def test_a_larger_world_of_before_is_taken_down_first(clone: Path) -> None:
         folder=clone,
         timeout_s=200,
     )
-    assert len(left_over(clone)) == 4
+    assert len(containers_of(clone)) == 4
     done = run(clone, **SMALL)
     assert done.returncode == 0, done.stdout
-    assert left_over(clone) == []
+    assert containers_of(clone) == []
 
 
-def test_a_severity_is_the_launchers() -> None:
+def test_run_and_launcher_agree_on_the_worst_code() -> None:
     """./run and the launcher of local ranks agree on which code is the worst."""
     from distlab.lab.cluster.launch import worst
 

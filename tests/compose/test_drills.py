@@ -1,4 +1,4 @@
-"""Drills in real containers: the same faults by the same means, and nothing that takes a privilege."""
+"""Fault injection in real containers: the same faults as in local processes, without privileges."""
 
 import pytest
 
@@ -21,7 +21,9 @@ DRILLED = TINY | {"LAB_VARIANT": "flat", "LAB_STEPS": "8", "LAB_LOST_AFTER_S": "
     ],
     ids=["kill", "cut", "survived"],
 )
-def test_a_drill_ends_as_it_should(cluster: Containers, faults: str, codes: dict[int, int], verdict: str) -> None:
+def test_each_fault_gives_the_expected_verdict(
+    cluster: Containers, faults: str, codes: dict[int, int], verdict: str
+) -> None:
     assert cluster.run(3, LAB_FAULTS=faults, **DRILLED) == codes, cluster.logs()
     run = cluster.verdict()
     assert run["verdict"] == verdict

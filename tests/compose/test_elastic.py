@@ -1,4 +1,4 @@
-"""`RUN_MODE=elastic` in containers: one that is killed and started again finds its way back into the run."""
+"""`RUN_MODE=elastic` in containers: a killed and restarted container rejoins the run."""
 
 import pytest
 
@@ -12,13 +12,13 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_a_container_that_is_started_again_finds_its_way_back(cluster: Containers) -> None:
+def test_a_restarted_container_rejoins_the_run(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **SETTINGS)
-    cluster.until(0, "is killed by fault injection", timeout_s=120)
+    cluster.wait_for_line(0, "is killed by fault injection", timeout_s=120)
     cluster.docker("kill", 2)
     cluster.docker("start", 2)
     assert cluster.wait(timeout_s=200) == {0: 0, 1: 0, 2: 0}, cluster.logs()
-    cluster.until(2, r"rejoined at step \d+ of join, [\d.]+ s after its first packet")
+    cluster.wait_for_line(2, r"rejoined at step \d+ of join, [\d.]+ s after its first packet")
     run = cluster.verdict()
     assert (run["verdict"], [entry["rank"] for entry in run["lost"]]) == ("pass", [2])
     assert run["lost"][0]["reason"].endswith("until it came back")

@@ -1,4 +1,4 @@
-"""What goes wrong with a real container, rank 0's included, and what every survivor says of it."""
+"""Faults of a real container, also of rank 0's, and the message of every survivor."""
 
 import re
 import time
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.compose
 
 WORLD_SIZE = 3
 NAMED_WITHIN_S = 5.0
-ENDED_WITHIN_S = 10.0  # all survivors, with what was lost written down and mostly drawn
+ENDED_WITHIN_S = 10.0  # all survivors, with the verdict written and most of the report
 STOPPED_WITHIN_S = 1.0
-COMPOSE_S = 1.0  # what Compose itself needs to start
-# Trains for 10 s and more: long enough to be hit in the middle, short enough to end by itself if nothing hits it.
+COMPOSE_S = 1.0  # the start of Compose itself
+# Trains for 10 s and more: long enough to be interrupted, short enough to end if nothing interrupts it.
 LONG = TINY | {"LAB_STEPS": "20000", "LAB_VARIANT": "flat", "LAB_PROOF": "0"}
 TRAINS = r"working .* of \d+ steps\)"  # the heartbeat, every ten seconds
 
-# Fills the container's memory at about 100 MB a second, so that heartbeats still tell of it, by many small processes: the
+# Fills the container's memory at about 100 MB a second, so that heartbeats still report it, with many small processes: the
 # kernel kills the largest one, the rank.
 FILL_MEMORY = """while :; do python -S -c 'import time; x = b"x" * 40_000_000; time.sleep(60)' & sleep 0.4; done"""
 
@@ -42,7 +42,7 @@ def fill_memory(cluster: Containers, rank: int) -> None:
 
 ENDED = r"rank {} lost at step \d+ in .*: its connection ended"
 SILENT = r"rank {} lost at step \d+ in .*: no heartbeat for"
-# What is done to the victim; what survivors say of it; and the victim's own code, None while it hangs.
+# The fault, the message of the survivors, and the victim's exit code, None while it hangs.
 FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
     "kill": (kill, ENDED, 137),
     "pause": (pause, SILENT, None),
@@ -60,17 +60,17 @@ FAULTS: dict[str, tuple[Callable[[Containers, int], None], str, int | None]] = {
         ("memory", 2),
     ],
 )
-def test_every_survivor_names_the_rank(cluster: Containers, fault: str, victim: int) -> None:
-    act, said, code = FAULTS[fault]
+def test_every_survivor_names_the_lost_rank(cluster: Containers, fault: str, victim: int) -> None:
+    inject, pattern, code = FAULTS[fault]
     cluster.up(WORLD_SIZE, **LONG, **({"LAB_MEMORY": "700m"} if fault == "memory" else {}))
-    cluster.until(0, TRAINS, timeout_s=100)
+    cluster.wait_for_line(0, TRAINS, timeout_s=100)
     acted_at = time.time()
-    act(cluster, victim)
-    if code == 137:  # memory takes seconds to fill: what counts is when the rank died
+    inject(cluster, victim)
+    if code == 137:  # memory takes seconds to fill, so the time counts from the end of the rank
         assert cluster.wait(victim) == {victim: code}
         acted_at = parse_time(cluster.state(victim)["FinishedAt"])
     survivors = [rank for rank in range(WORLD_SIZE) if rank != victim]
-    sentences = [cluster.until(rank, said.format(victim), timeout_s=20) for rank in survivors]
+    sentences = [cluster.wait_for_line(rank, pattern.format(victim), timeout_s=20) for rank in survivors]
     assert len({text for text, _ in sentences}) == 1, "survivors disagree"
     assert max(at for _, at in sentences) - acted_at < NAMED_WITHIN_S
     assert set(cluster.wait(*survivors).values()) == {3}
@@ -91,10 +91,10 @@ PIPELINE = LONG | {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_DEPTH": "4", "L
 
 def test_a_rank_killed_between_send_and_receive_is_named(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **PIPELINE)
-    cluster.until(0, TRAINS, timeout_s=100)
+    cluster.wait_for_line(0, TRAINS, timeout_s=100)
     acted_at = time.time()
     kill(cluster, 1)
-    sentences = [cluster.until(rank, ENDED.format(1), timeout_s=20) for rank in (0, 2)]
+    sentences = [cluster.wait_for_line(rank, ENDED.format(1), timeout_s=20) for rank in (0, 2)]
     assert len({text for text, _ in sentences}) == 1, "survivors disagree"
     assert max(at for _, at in sentences) - acted_at < NAMED_WITHIN_S
     assert set(cluster.wait(0, 2).values()) == {3}
@@ -102,27 +102,27 @@ def test_a_rank_killed_between_send_and_receive_is_named(cluster: Containers) ->
 
 def test_docker_stop_ends_every_rank_in_under_a_second(cluster: Containers) -> None:
     cluster.up(WORLD_SIZE, **LONG)
-    cluster.until(0, TRAINS, timeout_s=100)
-    asked_at = time.time()
+    cluster.wait_for_line(0, TRAINS, timeout_s=100)
+    stopped_at = time.time()
     cluster.compose("stop")
     assert set(cluster.wait().values()) == {143}, cluster.logs()
     assert (
-        max(parse_time(cluster.state(rank)["FinishedAt"]) for rank in range(WORLD_SIZE)) - asked_at
+        max(parse_time(cluster.state(rank)["FinishedAt"]) for rank in range(WORLD_SIZE)) - stopped_at
         < STOPPED_WITHIN_S + COMPOSE_S
     )
     for rank in range(WORLD_SIZE):
         assert f"rank {rank} was stopped by SIGTERM" in cluster.log(rank)
 
 
-def test_a_stop_while_ranks_still_wait_for_each_other(cluster: Containers) -> None:
+def test_docker_stop_ends_ranks_that_are_still_joining(cluster: Containers) -> None:
     cluster.up(2, **LONG)
-    cluster.begun()
+    cluster.wait_until_started()
     cluster.docker("stop", 1)
     cluster.docker("stop", 0)
     assert cluster.wait() == {0: 143, 1: 143}, cluster.logs()
 
 
-def test_ranks_that_never_come_are_named(cluster: Containers) -> None:
+def test_ranks_that_never_join_are_named(cluster: Containers) -> None:
     cluster.world_size = 2
     cluster.compose(
         "up", "-d", "--no-build", "worker0", "worker1", variables={"WORLD_SIZE": "4", "LAB_JOIN_TIMEOUT_S": "4", **LONG}

@@ -1,4 +1,4 @@
-"""The Compose files as Compose reads them: who starts, what is passed on, and how little a rank may do."""
+"""The Compose files as Compose reads them: the started ranks, the passed variables, and a rank's privileges."""
 
 import json
 import os
@@ -21,7 +21,7 @@ needs_compose = pytest.mark.skipif(shutil.which("docker") is None, reason="docke
 
 
 def resolved(*files: str, **variables: str) -> dict[str, Any]:
-    """What `docker compose config` makes of the files under nothing but these variables."""
+    """Return the output of `docker compose config` for the files with only these variables."""
     command = [
         "docker",
         "compose",
@@ -57,7 +57,7 @@ def test_exactly_world_size_ranks_start(files: list[str], world_size: int) -> No
 
 @needs_compose
 @pytest.mark.parametrize("world_size", ["0", "9", "abc"])
-def test_a_world_size_that_is_refused_starts_the_rank_that_says_so(world_size: str) -> None:
+def test_an_invalid_world_size_starts_only_rank_0(world_size: str) -> None:
     services = resolved(WORLD_SIZE=world_size)["services"]
     assert list(services) == ["worker0"]
     assert services["worker0"]["environment"]["WORLD_SIZE"] == world_size
@@ -65,12 +65,12 @@ def test_a_world_size_that_is_refused_starts_the_rank_that_says_so(world_size: s
 
 @needs_compose
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": ""}], ids=["unset", "empty"])
-def test_four_ranks_by_default(variables: dict[str, str]) -> None:
+def test_four_ranks_start_by_default(variables: dict[str, str]) -> None:
     assert len(resolved(**variables)["services"]) == Config.model_fields["world_size"].default
 
 
-def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
-    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.lab.config.variables --write mends it"
+def test_exactly_the_known_variables_are_passed_on() -> None:
+    assert compose_lines() in COMPOSE_FILE.read_text(), "python -m distlab.lab.config.variables --write corrects it"
     passed_on = raw("docker-compose.yaml")["x-environment"]
     assert set(passed_on) == {*names(), "MASTER_ADDR", "RANKS_ON_HOST", "DISTLAB_STARTED_BY"} - {
         "RANK",
@@ -84,11 +84,11 @@ def test_every_variable_is_passed_on_if_it_is_set_and_no_other() -> None:
         "MASTER_ADDR",
         "RANKS_ON_HOST",
         "DISTLAB_STARTED_BY",
-    }  # these alone have a value in the file
+    }  # only these have a value in the file
 
 
 @needs_compose
-def test_a_variable_reaches_a_rank_only_if_the_shell_has_it() -> None:
+def test_only_set_variables_reach_a_rank() -> None:
     environment = resolved(LAB_STEPS="7")["services"]["worker3"]["environment"]
     assert environment["LAB_STEPS"] == "7"
     assert environment["LAB_LR"] is None
@@ -96,7 +96,7 @@ def test_a_variable_reaches_a_rank_only_if_the_shell_has_it() -> None:
 
 
 @needs_compose
-def test_a_rank_may_do_next_to_nothing() -> None:
+def test_a_rank_has_minimal_privileges() -> None:
     config = resolved(WORLD_SIZE="8")
     assert config["networks"]["default"]["internal"] is True
     for service in config["services"].values():
@@ -115,7 +115,7 @@ def test_a_rank_may_do_next_to_nothing() -> None:
 
 
 @needs_compose
-def test_limits_by_variable() -> None:
+def test_lab_memory_limits_a_rank() -> None:
     limited = resolved(LAB_MEMORY="900m")["services"]["worker1"]
     assert int(limited["mem_limit"]) == int(limited["memswap_limit"]) == 900 * 2**20
     free = resolved()["services"]["worker1"]
@@ -123,17 +123,17 @@ def test_limits_by_variable() -> None:
 
 
 @needs_compose
-def test_a_key_in_a_file_is_a_secret_and_no_variable(tmp_path: Path) -> None:
-    given, unset = resolved(LAB_KEY_FILE=str(tmp_path / "key")), resolved()
-    assert given["secrets"]["lab_key"]["file"] == str(tmp_path / "key")
+def test_a_key_file_is_passed_as_a_secret(tmp_path: Path) -> None:
+    with_key, unset = resolved(LAB_KEY_FILE=str(tmp_path / "key")), resolved()
+    assert with_key["secrets"]["lab_key"]["file"] == str(tmp_path / "key")
     assert Path(unset["secrets"]["lab_key"]["file"]).read_text() == ""
-    for service in given["services"].values():
+    for service in with_key["services"].values():
         assert [secret["source"] for secret in service["secrets"]] == ["lab_key"]
         assert "LAB_KEY_FILE" not in service["environment"]
 
 
 @needs_compose
-def test_one_service_builds_the_image_that_all_use() -> None:
+def test_one_service_builds_the_image_of_all() -> None:
     config = resolved(WORLD_SIZE="8", COMPOSE_PROJECT_NAME="somebody")
     assert [name for name, service in config["services"].items() if "build" in service] == ["worker0"]
     assert {service["image"] for service in config["services"].values()} == {"distlab:somebody"}
@@ -149,27 +149,27 @@ def test_one_service_builds_the_image_that_all_use() -> None:
     ],
     ids=["unset", "empty", "set"],
 )
-def test_an_empty_index_of_torch_counts(variables: dict[str, str], index: str) -> None:
+def test_an_empty_torch_index_is_passed_on(variables: dict[str, str], index: str) -> None:
     assert resolved(**variables)["services"]["worker0"]["build"]["args"]["TORCH_INDEX_URL"] == index
 
 
 @needs_compose
-def test_the_gpu_overlay_is_nccl_on_all_gpus() -> None:
+def test_the_gpu_overlay_uses_nccl_on_all_gpus() -> None:
     for service in resolved(*FILES, WORLD_SIZE="8", COMPOSE_PROJECT_NAME="clone")["services"].values():
         assert service["environment"]["LAB_BACKEND"] == "nccl"
         assert service["environment"]["LAB_DEVICE"] == "cuda"
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         assert service["ipc"] == "host"  # one /dev/shm, and one machine to NCCL
-        assert service["environment"]["NCCL_HOSTID"] == "clone"  # one id for a cluster, however Compose names it
+        assert service["environment"]["NCCL_HOSTID"] == "clone"  # one id for all ranks of a cluster
         assert service["ulimits"]["memlock"] == -1
-        assert service["cap_drop"] == ["ALL"]  # what the first file says still stands
+        assert service["cap_drop"] == ["ALL"]  # still as in the first file
     shared = resolved(*FILES, LAB_BACKEND="gloo")["services"]["worker0"]
     assert (shared["environment"]["LAB_BACKEND"], shared["build"]["args"]["TORCH_INDEX_URL"]) == ("gloo", "")
 
 
 def unknown_to_v1(text: str) -> set[str]:
-    """What Compose v1.29 refuses: keys at the top and in a service that came later, and `${X:+y}`."""
+    """Return what Compose v1.29 refuses: newer keys at the top and in a service, and `${X:+y}`."""
     content = yaml.safe_load(text)
     keys = {name for name in content if not name.startswith("x-")} - {"services", "networks", "secrets"}
     for service in content["services"].values():
@@ -178,7 +178,7 @@ def unknown_to_v1(text: str) -> set[str]:
 
 
 @needs_compose
-def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
+def test_the_restart_overlay_resumes_every_rank() -> None:
     services = resolved(FILES[0], "compose/restart.yaml", WORLD_SIZE="8")["services"]
     assert len(services) == ON_ONE_MACHINE
     for service in services.values():
@@ -189,7 +189,7 @@ def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
             "restart",
             "5",
         )
-        assert service["init"] is True  # without it the process killed is PID 1, which is beyond SIGKILL from inside
+        assert service["init"] is True  # else the rank is PID 1, which SIGKILL from inside cannot end
     named = resolved(FILES[0], "compose/restart.yaml", LAB_RUN_ID="mine", LAB_CHECKPOINT_EVERY="9")["services"][
         "worker1"
     ]
@@ -198,10 +198,10 @@ def test_the_restart_overlay_starts_every_rank_again_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("file", [*FILES, "compose/restart.yaml"])
-def test_nothing_that_compose_v1_does_not_know(file: str) -> None:
+def test_the_files_have_no_key_unknown_to_v1(file: str) -> None:
     assert unknown_to_v1((TOP / file).read_text()) == set()
 
 
-def test_what_compose_v1_does_not_know_is_seen() -> None:
+def test_a_key_unknown_to_v1_is_found() -> None:
     later = 'name: lab\nservices: {a: {attach: false, command: "${X:+y}"}}'
     assert unknown_to_v1(later) == {"name", "attach", ":+"}

@@ -1,5 +1,4 @@
-"""compose/restart.yaml with real SIGKILLs: any rank, at any step, in the middle of a save, and the same final
-weights."""
+"""compose/restart.yaml with real SIGKILLs: any rank, at any step, also during a save, and equal final weights."""
 
 import json
 import random
@@ -30,7 +29,7 @@ KILL = "kill -9 $rank"
 
 @pytest.fixture
 def restarting(image: str, tmp_path: Path) -> Iterator[Containers]:
-    """A cluster whose ranks are started again."""
+    """Return a cluster whose ranks are restarted."""
     runs = tmp_path / "runs"
     runs.mkdir()
     containers = Containers(image, runs, TOP / "compose" / "restart.yaml")
@@ -40,7 +39,7 @@ def restarting(image: str, tmp_path: Path) -> Iterator[Containers]:
 
 
 def until_saved(cluster: Containers, step: int, timeout_s: float = 60) -> None:
-    """Return once the run has a checkpoint of this step or a later one."""
+    """Wait until the run has a checkpoint of this step or a later one."""
     deadline = time.monotonic() + timeout_s
     while not any(step_of(path) >= step for path in candidates(cluster.runs / "restart")):
         assert time.monotonic() < deadline, f"no checkpoint of step {step} in {timeout_s} s:\n{cluster.logs()}"
@@ -52,7 +51,7 @@ def kill_inside(cluster: Containers, rank: int, *, in_a_save: bool) -> None:
 
 
 def until_all_ended(cluster: Containers, timeout_s: float = 90) -> list[int]:
-    """The ranks' last exit codes: a container that is started again is not `exited` in between."""
+    """Wait for all ranks and return their last exit codes; a container that is restarted is not `exited` in between."""
     deadline = time.monotonic() + timeout_s
     while True:
         states = [cluster.state(rank) for rank in range(WORLD_SIZE)]
@@ -67,7 +66,7 @@ def verdict(cluster: Containers, run: str) -> dict[str, Any]:
     return found
 
 
-def test_after_each_kill_all_ranks_come_back_and_end_in_the_same_weights(restarting: Containers) -> None:
+def test_killed_ranks_resume_and_end_with_equal_weights(restarting: Containers) -> None:
     assert set(restarting.run(WORLD_SIZE, LAB_RUN_ID="whole", **SETTINGS).values()) == {0}, restarting.logs()
     draw = random.Random(4)
     steps = [draw.randrange(begin, begin + 75, EVERY) for begin in (EVERY, 100)]

@@ -1,4 +1,4 @@
-"""The pages that a reader meets: README, CONTRIBUTING and docs/, and what a page is made of."""
+"""The pages of the project: README, CONTRIBUTING and docs/, and functions that read parts of a page."""
 
 import re
 from pathlib import Path
@@ -11,26 +11,26 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def page(name: str) -> str:
-    """The text of docs/<name>.md."""
+    """Return the text of docs/<name>.md."""
     return (TOP / "docs" / f"{name}.md").read_text()
 
 
-def place(path: Path) -> str:
-    """Its path in the repository, by which a test of it is called."""
+def page_id(path: Path) -> str:
+    """Return the path of a page in the repository, the id of its tests."""
     return path.relative_to(TOP).as_posix()
 
 
 def prose(text: str) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", text)
 
 
 def fenced(text: str, language: str) -> list[str]:
-    """The lines of all fenced blocks of a language."""
+    """Return the lines of all fenced blocks of a language."""
     return [line for kind, block in FENCE.findall(text) if kind == language for line in block.splitlines()]
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may point to in a page, as GitHub makes it of headings: `## A link` is #a-link."""
+    """Return the anchors that GitHub makes from a page's headings: `## A link` becomes #a-link."""
     headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

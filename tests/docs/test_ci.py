@@ -1,6 +1,7 @@
-"""The workflow for users' own repositories: docs/running.md names its steps, and they do in a fresh folder what they say.
+"""The workflow for users' own repositories: docs/running.md names its steps, and they work in a new folder.
 
-Those that need a network (actions, installation) are left out; the lab that they would install is a command on the PATH.
+Steps that need a network (actions, installation) are left out; instead of an installed lab there is a command on the
+PATH.
 """
 
 import os
@@ -24,14 +25,14 @@ HANGS = SCRIPT.replace("dist.all_reduce(x)", "dist.get_rank() or dist.all_reduce
 
 
 def commands(job: str) -> dict[str, str]:
-    """The shell lines of a job by the name of their step."""
+    """Return the shell lines of a job's steps by name."""
     return {step["name"]: step["run"] for step in WORKFLOW["jobs"][job]["steps"] if "run" in step}
 
 
-def ended(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A step in this folder, by the shell that GitHub runs it with."""
-    own = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
-    environ = {name: value for name, value in os.environ.items() if not own.match(name)} | variables
+def run_step(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a step in this folder with the shell that GitHub uses."""
+    known = re.compile(r"LAB_|COMPOSE_|RUN_MODE$|WORLD_SIZE$|RANK$|MASTER_")
+    environ = {name: value for name, value in os.environ.items() if not known.match(name)} | variables
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script], cwd=folder, env=environ,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
@@ -39,7 +40,7 @@ def ended(script: str, folder: Path, **variables: str) -> subprocess.CompletedPr
 
 
 def fresh_repository(folder: Path, script: str) -> Path:
-    """A repository of a user with a script and a model."""
+    """Make a user's repository with a script and a model."""
     folder.mkdir()
     (folder / "train.py").write_text(script.replace("import only_installed\n", ""))
     (folder / "model.py").write_text(MODEL)
@@ -52,7 +53,7 @@ def test_the_page_names_the_steps_that_can_fail() -> None:
     assert [(row[0].strip("`"), row[1]) for row in rows] == steps
 
 
-def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:
+def test_every_job_has_a_limit_a_cache_and_artifacts() -> None:
     for workflow in (FILE, TOP / ".github" / "workflows" / "ci.yml"):
         jobs = yaml.safe_load(workflow.read_text())["jobs"]
         assert all(0 < job["timeout-minutes"] < 360 for job in jobs.values())
@@ -63,23 +64,23 @@ def test_no_job_is_without_a_limit_a_cache_or_what_it_left() -> None:
 
 
 @pytest.mark.parametrize(("script", "code"), [(SCRIPT, 0), (HANGS, 1)], ids=["right", "hangs"])
-def test_the_steps_of_local_processes(tmp_path: Path, script: str, code: int) -> None:
-    folder = fresh_repository(tmp_path / "theirs", script)
+def test_the_steps_with_local_processes_return_their_codes(tmp_path: Path, script: str, code: int) -> None:
+    folder = fresh_repository(tmp_path / "user", script)
     command = tmp_path / "bin" / "distlab"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m distlab "$@"\n')
     command.chmod(0o755)
-    given = {
+    settings = {
         "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(TOP), "WORLD_SIZE": "2",
         "LAB_RUNS_DIR": str(folder / "runs"), "LAB_HANG_AFTER_S": "1",
     }  # fmt: skip
     install, check, prove, junit = commands("processes").values()
     assert "pip install" in install
-    done = ended(check, folder, **given)
+    done = run_step(check, folder, **settings)
     assert done.returncode == code, done.stdout
-    done = ended(prove, folder, **given)
+    done = run_step(prove, folder, **settings)
     assert done.returncode == 0, done.stdout
-    done = ended(junit, folder, **given)
+    done = run_step(junit, folder, **settings)
     assert done.returncode == 0, done.stdout
     failed = {path.name: len(ElementTree.parse(path).findall(".//failure")) for path in folder.glob("runs/*.xml")}
     assert failed == {"check.xml": failed["check.xml"], "prove.xml": 0}

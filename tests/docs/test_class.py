@@ -1,7 +1,7 @@
-"""docs/practice.md and docs/lessons.md: each command does what the page says of it, and the minutes add up.
+"""docs/practice.md and docs/lessons.md: each command shows what the page says, and the minutes add up.
 
-A time is not measured again, since it would be this machine's load that is tested: a command that names 20 s has a
-bound on the layers that all of its timed steps run through.
+Times are not measured, because that would test the load of this machine. Instead, a command that names 20 s has a limit
+on the number of layers in all of its timed steps.
 """
 
 import json
@@ -16,13 +16,13 @@ from distlab.tools.puzzle.tasks import TASKS
 from tests.docs.pages import fenced, page
 from tests.documents import spans, tables
 from tests.launched import clean, ended_warm
-from tests.test_coverage_runs import HOLDS
+from tests.test_coverage_runs import EXPECTED
 
 QUICK = {"LAB_WIDTH": "32", "LAB_DEPTH": "4", "LAB_STEPS": "5"}  # as the Makefile has it
-LAYERS_A_SECOND = 40  # of all ranks on two cores, with the start of a run and its proof; the steps here take 10 to 16
+LAYERS_PER_S = 40  # of all ranks on two cores, including start and proof; the steps of the page run 10 to 16
 STEP = re.compile(r"^### Step (\d): .*?(?=^##)", re.DOTALL | re.MULTILINE)
-# What step by step the page tells one to look at, as the report or the log has it.
-LOOKED_AT = {
+# The text that each step of the page asks the reader to find in the report or the log.
+EXPECTED_TEXT = {
     "1": r"A ring all_reduce",
     "2": r"flat +[\d.]+e-1\d +.*passed",
     "3": r"per_parameter",
@@ -34,10 +34,10 @@ STEPS = {step[1]: step[0] for step in STEP.finditer(page("practice"))}
 
 
 def settings(line: str) -> dict[str, str]:
-    """The variables of a line that ends in `make run` or `make quick`."""
+    """Return the variables of a line that ends in `make run` or `make quick`."""
     words = shlex.split(line, comments=True)
-    own = dict(word.split("=", 1) for word in words if "=" in word)
-    return (QUICK if words[-1] == "quick" else {}) | own
+    named = dict(word.split("=", 1) for word in words if "=" in word)
+    return (QUICK if words[-1] == "quick" else {}) | named
 
 
 def run_line(step: str) -> str:
@@ -47,27 +47,27 @@ def run_line(step: str) -> str:
 
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_command_of_a_step_shows_what_one_is_to_look_at(step: str, tmp_path: Path) -> None:
+def test_the_command_of_a_step_shows_its_topic(step: str, tmp_path: Path) -> None:
     line = run_line(step)
-    asked = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
-    done = ended_warm("workers", environ=clean(**asked), timeout_s=200)
+    variables = settings(line) | {"LAB_RUNS_DIR": str(tmp_path), "LAB_RUN_ID": "shown", "LAB_LOG": "full"}
+    done = ended_warm("workers", environ=clean(**variables), timeout_s=200)
     assert done.returncode == ("exit code 1" in line), done.stdout
     report = (tmp_path / "shown" / "report.html").read_text()
-    assert re.search(LOOKED_AT[step], done.stdout + report)
+    assert re.search(EXPECTED_TEXT[step], done.stdout + report)
     run = json.loads((tmp_path / "shown" / "run.json").read_text())
     timed = sum(len(each["step_seconds"]) for each in run["variants"])
     layers = timed * int(run["config"]["LAB_DEPTH"]) * int(run["world_size"])
-    (named_s,) = re.findall(r"# (\d+) s", line)
-    assert layers <= LAYERS_A_SECOND * int(named_s), "it takes more steps than it can in the time that it names"
+    (stated_s,) = re.findall(r"# (\d+) s", line)
+    assert layers <= LAYERS_PER_S * int(stated_s), "too many steps for the time that the page names"
 
 
-def test_it_has_six_steps_of_90_minutes_with_two_questions_each() -> None:
-    assert list(STEPS) == list(LOOKED_AT)
+def test_the_class_has_six_steps_in_90_minutes() -> None:
+    assert list(STEPS) == list(EXPECTED_TEXT)
     rows = [row for heading, row in tables(page("practice")) if heading == "A class of 90 minutes"]
     assert sum(int(row[1]) for row in rows) == 90
     for step in STEPS.values():
-        asked, _, answers = step.partition("<details><summary>Answers</summary>")
-        assert re.findall(r"^(\d)\. ", asked, re.MULTILINE) == ["1", "2"]
+        questions, _, answers = step.partition("<details><summary>Answers</summary>")
+        assert re.findall(r"^(\d)\. ", questions, re.MULTILINE) == ["1", "2"]
         assert re.findall(r"^(\d)\. ", answers.partition("</details>")[0], re.MULTILINE) == ["1", "2"]
 
 
@@ -79,21 +79,21 @@ def test_the_path_goes_through_every_mode_once() -> None:
     assert "five hours and ten minutes" in page("practice")
 
 
-def test_each_command_of_the_lessons_page_is_one_that_is_run() -> None:
-    """By tests/test_coverage_runs.py; with other numbers of ranks it is the same lesson."""
+def test_each_command_of_the_lessons_page_is_tested() -> None:
+    """tests/test_coverage_runs.py runs them; another number of ranks counts as the same command."""
     named = {
         span for _, row in tables(page("lessons")) for span in spans(" ".join(row)) if span.startswith("RUN_MODE=")
     }
     runs = {re.sub(r" WORLD_SIZE=\d| make run| docker compose up", "", span) for span in named}
-    known = {re.sub(r" WORLD_SIZE=\d", "", command) for command in HOLDS}
+    known = {re.sub(r" WORLD_SIZE=\d", "", command) for command in EXPECTED}
     assert sorted(runs - known) == []
 
 
-def test_each_promise_of_the_lessons_page_has_its_command() -> None:
-    """A run, a puzzle, a plan, or a script whose output a page of docs/modes shows."""
+def test_each_claim_of_the_lessons_page_has_a_command() -> None:
+    """The command is a run, a puzzle, a plan, or a script whose output a page of docs/modes shows."""
     promises, _, _ = page("lessons").partition("## Where the lessons are wrong")
     shown = "".join(page(f"modes/{name}") for name in modes())
-    for _, row in list(tables(promises))[4:]:  # behind those that say where to begin
+    for _, row in list(tables(promises))[4:]:  # the first rows say where to begin
         commands = spans(row[1])
         assert commands, row
         for command in commands:

@@ -1,4 +1,4 @@
-"""The scripts of docs/examples: what test_outputs.py does not see of them, that nothing is left and that formulas hold."""
+"""The scripts of docs/examples, beyond their output: they leave no process, and their formulas are correct."""
 
 import runpy
 from pathlib import Path
@@ -15,7 +15,7 @@ def script(name: str) -> Any:
     return SimpleNamespace(**runpy.run_path(str(TOP / "docs" / "examples" / name)))
 
 
-def test_eight_ranks_that_wait_most_of_the_time_are_three() -> None:
+def test_eight_waiting_ranks_are_as_fast_as_three() -> None:
     eight = script("eight_ranks.py")
     assert eight.speedup(eight.SHARE, 1.0) == pytest.approx(3.0)
     assert eight.speedup(4 * eight.SHARE, 1.0) == pytest.approx(8 * 2.4 / 3.4)
@@ -24,8 +24,8 @@ def test_eight_ranks_that_wait_most_of_the_time_are_three() -> None:
     assert [way.dtype for way in eight.WAYS].count(torch.bfloat16) == 1
 
 
-def marked(folder: Path) -> list[str]:
-    """The processes that stand in a folder."""
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes whose working folder is `folder`."""
     found = []
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
@@ -36,14 +36,14 @@ def marked(folder: Path) -> list[str]:
     return found
 
 
-def test_of_what_a_program_starts_nothing_is_left(tmp_path: Path) -> None:
-    """Of one that starts itself again and again, and of one that does not end."""
+def test_no_process_of_a_program_is_left(tmp_path: Path) -> None:
+    """Tested with a program that starts itself repeatedly, and one that does not end."""
     bomb = script("fork_bomb.py")
     started, worked, _ = bomb.contained(bomb.PROGRAMS["without it, and without Python's own check"], tmp_path)
     assert bomb.MOST < started <= 2 * bomb.MOST + bomb.WORKERS and worked == 0
-    assert marked(tmp_path) == []
+    assert processes_in(tmp_path) == []
     bomb.contained.__globals__["LIMIT_S"] = 1.0
     endless = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     (tmp_path / "endless").mkdir()
     assert bomb.contained(endless, tmp_path / "endless") == (0, 0, "it was ended after 1 s")
-    assert marked(tmp_path / "endless") == []
+    assert processes_in(tmp_path / "endless") == []

@@ -1,5 +1,4 @@
-"""docs/modes: a short page per mode with one question, its figures those of the code, the limit of `make fit` by the
-formulas."""
+"""docs/modes: one short page per mode with one question; its figures and the limit of `make fit` equal the formulas."""
 
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from distlab.lab.config.settings import modes
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.workload.model import outline
 from distlab.techniques.pipeline_parallel.costs import idle_share
-from tests.docs.pages import DOCS, README, TOP, page, place, prose
+from tests.docs.pages import DOCS, README, TOP, page, page_id, prose
 from tests.documents import spans, tables
 
 MODES = TOP / "docs" / "modes"
@@ -39,7 +38,7 @@ def test_every_mode_has_a_row_in_the_readme_and_a_page() -> None:
     assert sorted(path.stem for path in PAGES) == sorted(["README", *modes()])
 
 
-@pytest.mark.parametrize("path", PAGES, ids=place)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_a_page_is_short_and_answers_one_question(path: Path) -> None:
     assert page_faults(path.read_text()) == []
 
@@ -60,11 +59,11 @@ def test_all_pages_together_are_short() -> None:
         ("# Why?\n\nSo.\n<details>\n", 1),
     ],
 )
-def test_what_is_wrong_with_a_page_is_seen(text: str, num_faults: int) -> None:
+def test_the_faults_of_a_page_are_found(text: str, num_faults: int) -> None:
     assert len(page_faults(text)) == num_faults
 
 
-def test_the_table_of_modes_has_the_questions_of_their_pages() -> None:
+def test_the_table_of_modes_has_the_pages_questions() -> None:
     rows = [row for heading, row in tables(page("modes/README")) if heading == "What does each mode show?"]
     titles = {f"[{name}]({name}.md)": page(f"modes/{name}").partition("\n")[0].removeprefix("# ") for name in modes()}
     assert dict(rows) == titles
@@ -72,23 +71,23 @@ def test_the_table_of_modes_has_the_questions_of_their_pages() -> None:
 
 @pytest.mark.parametrize("name", modes())
 def test_a_page_names_each_bug_of_its_mode(name: str) -> None:
-    text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # which has the bugs of checkpoints
+    text = " ".join((page(f"modes/{name}") + page("modes/README")).split())  # README has the bugs of checkpoints
     named = dict(re.findall(r"`(\w+)`:? [^`]*\(`([^`]+)`\)", text))
     assert {bug: each.check for bug, each in load(name).mistakes.items()}.items() <= named.items()
 
 
-def test_bubbles_are_those_of_the_formulas() -> None:
+def test_bubbles_equal_the_formulas() -> None:
     shares = [idle_share(name, 4, 8, 2) for name in ("1f1b", "interleaved", "zb_h1", "zbv")]
     assert shares[-1] == idle_share("dualpipev", 4, 8, 2)
     assert [f"{share:.3f}" for share in shares if f"{share:.3f}" not in page("modes/pp")] == []
 
 
-def test_bytes_of_zero_are_those_of_the_paper() -> None:
+def test_bytes_of_zero_equal_the_papers() -> None:
     rows = {row[0].strip("`"): row[-1] for heading, row in tables(page("modes/fsdp")) if len(row) == 4}
     assert rows == {name: of_64 for name, of_64, _ in published()[2]}
 
 
-def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
+def test_the_limit_of_make_fit_equals_the_formulas() -> None:
     sizes = {
         "LAB_WIDTH": "512",
         "LAB_DEPTH": "12",
@@ -98,8 +97,8 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
     }  # compose/fit.sh
     config = Config.read(sizes)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in outline(config).layers]
-    held, block = fit.activations(config), page("modes/fsdp").partition("<!-- of: make fit -->")[2]
-    dp, zero3 = fit.dp_need(sum(layers), held), fit.zero3_need(layers, 4, held)
+    activations, block = fit.activations(config), page("modes/fsdp").partition("<!-- of: make fit -->")[2]
+    dp, zero3 = fit.dp_need(sum(layers), activations), fit.zero3_need(layers, 4, activations)
     (base,) = re.findall(r"^no model +(\d+) MB", block, re.MULTILINE)
     for name, need in (("dp", dp), ("zero3", zero3)):
         assert re.search(
@@ -109,7 +108,7 @@ def test_the_limit_of_make_fit_is_what_the_formulas_give() -> None:
     assert re.search(rf"^limit +{limit:.0f} MB", block, re.MULTILINE)
 
 
-def test_the_figures_of_when_the_ring_and_when_ulysses_are_those_of_a_run() -> None:
+def test_the_figures_of_ring_and_ulysses_equal_the_predictions() -> None:
     rows = {
         row[0]: row[1:] for heading, row in tables(page("modes/cp")) if heading == "When the ring, and when Ulysses"
     }

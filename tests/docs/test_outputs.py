@@ -1,11 +1,11 @@
-"""What the pages show is what the commands print: every block is run again.
+"""The blocks of the pages equal the output of their commands, which run again here.
 
 A block follows a comment `<!-- output of: COMMAND -->`. What differs from run to run (times, dates, small differences,
-the bars of a timeline) is compared by its place alone; words, and with them every verdict, must be the same. A line
-`...` stands for lines that a block leaves out; those that it has stand together and in their order. A command that
-fails on purpose ends in `(exit code 1)`.
+the bars of a timeline) is compared only by its position; words, and with them every verdict, must be equal. A line
+`...` stands for lines that a block leaves out; between them the order and the neighbours of lines are checked. A
+command that must fail ends in `(exit code 1)`.
 
-    python -m tests.docs.test_outputs        writes the blocks anew, with the same lines left out
+    python -m tests.docs.test_outputs        rewrites the blocks, and leaves out the same lines
 """
 
 import re
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from distlab.lab.report.table import INDENT, WIDTH
-from tests.docs.pages import PAGES, TOP, place
+from tests.docs.pages import PAGES, TOP, page_id
 from tests.launched import clean, ended, ended_warm
 
 BLOCK = re.compile(r"<!-- output of: (?P<command>.*?) -->\n(?P<output>.*?)<!-- end -->\n", re.DOTALL)
@@ -30,7 +30,7 @@ COMMANDS = sorted({block["command"] for page in PAGES for block in BLOCK.findite
 
 @cache
 def output_of(command: str) -> str:
-    """What a page's command prints, of several ranks only the lines of rank 0, and none that a slow start adds."""
+    """Return the output of a page's command: of several ranks only rank 0's lines, without lines of a slow start."""
     command, _, code = command.partition(" (exit code ")
     words = shlex.split(command)
     settings = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
@@ -54,7 +54,7 @@ def output_of(command: str) -> str:
 
 
 def entries(text: str) -> list[str]:
-    """Its lines, those as one that were one before it was wrapped: where that breaks depends on the numbers."""
+    """Return the lines of a text, with a wrapped line as one entry, because the numbers decide where it breaks."""
     found: list[str] = []
     for line in text.splitlines():
         last = PREFIX.sub("", found[-1].rpartition("\n")[2]) if found else ""
@@ -67,18 +67,17 @@ def entries(text: str) -> list[str]:
 
 
 def shape(text: str) -> list[str]:
-    """The text without its numbers, the widths of its columns, and what is drawn between two bars: who was when
-    where."""
+    """Return the lines without numbers, widths of columns, and timelines (between two bars)."""
     plain = (
         NUMBER.sub("#", re.sub(r"\|[-+.0-9A-Za-z]{32,}\|$", "|drawn|", re.sub(r"\n(rank \d+ \|)?", " ", entry)))
         for entry in entries(text)
     )
-    # Two figures that are equal are written as one: bytes at rest and at the peak.
+    # Two equal figures are printed as one: bytes at rest and at the peak.
     return [re.sub(r"# / #", "#", re.sub(r"\s+", " ", line)).strip() for line in plain]
 
 
 def places(shown: str, printed: str) -> list[int] | None:
-    """Of each line that is shown its number in what was printed, -1 of a cut; None where some line is not there."""
+    """Return the number of each shown line in the printed text, -1 for a cut; None if a line is missing."""
     there, found, begin = shape(printed), [], 0
     runs = [(cut, list(lines)) for cut, lines in groupby(shape(shown), lambda line: line == CUT)]
     for number, (cut, lines) in enumerate(runs):
@@ -102,8 +101,8 @@ def within_fence(output: str) -> str:
     return output.removeprefix("```text\n").removesuffix("```\n")
 
 
-def written(shown: str, printed: str) -> str:
-    """The block of a page anew: the lines that it had, as they are printed now."""
+def rewritten(shown: str, printed: str) -> str:
+    """Return a page's block with the same lines as before, as they are printed now."""
     found = places(within_fence(shown), printed)
     if CUT not in within_fence(shown).splitlines() or found is None:
         text = printed
@@ -114,22 +113,22 @@ def written(shown: str, printed: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_block_is_what_its_command_prints(command: str) -> None:
+def test_a_block_equals_the_output_of_its_command(command: str) -> None:
     blocks = [block for page in PAGES for block in BLOCK.finditer(page.read_text()) if block["command"] == command]
     for block in blocks:
         shown = within_fence(block["output"])
         if CUT not in shown.splitlines():
-            assert shape(shown) == shape(output_of(command))  # the same, with a difference that one can read
+            assert shape(shown) == shape(output_of(command))  # checked first, because its difference is readable
         assert places(shown, output_of(command)) is not None, output_of(command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_block_ends(page: Path) -> None:
     text = page.read_text()
     assert len(re.findall(r"^<!-- output of: ", text, re.MULTILINE)) == len(BLOCK.findall(text))
 
 
-def test_a_changed_word_in_a_block_is_seen() -> None:
+def test_a_changed_word_in_a_block_is_found() -> None:
     assert shape("PASS  32 checks passed") == shape("PASS 7 checks passed")
     assert shape("PASS 32 checks passed") != shape("FAIL 32 checks passed")
     assert shape(f"rank 0 |{'01..' * 16}|") == shape(f"rank 0 |{'0a.-' * 16}|") != shape(f"rank 0 {'01..' * 16}")
@@ -140,7 +139,7 @@ def test_a_wrapped_sentence_is_one_entry_wherever_it_breaks() -> None:
     early, late = f"{begin}9\n{goes_on}seconds\n", f"{begin}12345\n{goes_on}seconds\n"
     assert shape(early) == shape(late) == shape(f"{begin}9 seconds\n")
     table = f"rank 0 | timed      a 1\n{goes_on}b 2\n"
-    assert len(shape(table)) == 2, "a row of a table is none"
+    assert len(shape(table)) == 2, "a row of a table is not a wrapped line"
 
 
 PRINTED = "predict 3 MB\nproof\nnaive 1 passed\nflat 2 passed\nmemory 7\nPASS 36\n"
@@ -153,7 +152,7 @@ PRINTED = "predict 3 MB\nproof\nnaive 1 passed\nflat 2 passed\nmemory 7\nPASS 36
         ("predict 9 MB\n...\nPASS 1\n", [0, -1, 5]),
         ("...\nnaive 1 passed\nflat 2 passed\n...\nPASS 36\n", [-1, 2, 3, -1, 5]),
         ("predict 3 MB\nproof\n...\n", [0, 1, -1]),
-        ("predict 3 MB\nproof\n", None),  # cut without a word
+        ("predict 3 MB\nproof\n", None),  # cut without `...`
         ("naive 1 passed\n...\nPASS 36\n", None),
         ("...\nnaive 1 passed\nPASS 36\n", None),
         ("...\nflat 2 passed\n...\nnaive 1 passed\n...\n", None),  # in another order
@@ -164,23 +163,23 @@ def test_a_cut_leaves_out_lines_and_changes_none(shown: str, found: list[int] | 
     assert places(shown, PRINTED) == found
 
 
-def test_a_block_is_written_anew_with_the_same_lines_left_out() -> None:
+def test_a_rewritten_block_leaves_out_the_same_lines() -> None:
     printed = PRINTED.replace("36", "40")
     assert (
-        written("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)
+        rewritten("```text\n...\nflat 2 passed\n...\nPASS 36\n```\n", printed)
         == "```text\n...\nflat 2 passed\n...\nPASS 40\n```\n"
     )
-    assert written("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
-    assert written("| a |\n", "| b |\n") == "| b |\n"
+    assert rewritten("```text\nold\n```\n", printed) == f"```text\n{printed}```\n"
+    assert rewritten("| a |\n", "| b |\n") == "| b |\n"
 
 
 def write() -> None:
-    """Run every block's command and put what it prints into the pages."""
+    """Run the command of every block and write its output into the pages."""
     for page in PAGES:
         text = page.read_text()
         anew = BLOCK.sub(
             lambda block: (
-                f"<!-- output of: {block['command']} -->\n{written(block['output'], output_of(block['command']))}<!--"
+                f"<!-- output of: {block['command']} -->\n{rewritten(block['output'], output_of(block['command']))}<!--"
                 " end -->\n"
             ),
             text,

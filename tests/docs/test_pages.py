@@ -1,4 +1,4 @@
-"""What all pages point to is there: pages, headings, files, commands, settings."""
+"""Everything that a page refers to exists: pages, headings, files, commands, settings."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from distlab.lab.config.commands import COMMANDS
 from distlab.lab.config.variables import names
-from tests.docs.pages import PAGES, TOP, anchors, fenced, page, place, prose
+from tests.docs.pages import PAGES, TOP, anchors, fenced, page, page_id, prose
 from tests.documents import faults, spans
 from tests.tools.prove.planted import PLANTED
 
@@ -21,7 +21,7 @@ VARIABLES = {*names(), "COMPOSE_FILE"}
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
-    """Links to a page or a heading that is not there; those to other sites are not followed."""
+    """Return links to a missing page or heading; links to other sites are not followed."""
     dead = []
     for link in LINK.finditer(prose(text)):
         path, anchor = link["path"], link["anchor"]
@@ -36,18 +36,18 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def command_faults(line: str) -> list[str]:
-    """What is wrong with a line of a shell block: a target, a module, a file or a variable that does not exist."""
+    """Return the targets, modules, files and variables of a shell line that do not exist."""
     wrong = []
     for part in line.split("&&"):
         words = shlex.split(part, comments=True)
-        given = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
-        wrong += [f"there is no variable {name}" for name in given if name not in VARIABLES]
-        wrong += called(words[len(given) :])
+        variables = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+        wrong += [f"there is no variable {name}" for name in variables if name not in VARIABLES]
+        wrong += program_faults(words[len(variables) :])
     return wrong
 
 
-def called(words: list[str]) -> list[str]:
-    """What is wrong with the program that is called."""
+def program_faults(words: list[str]) -> list[str]:
+    """Return what a called program refers to and does not exist."""
     files = [name for option, name in pairwise(words) if option == "-f" and name != "-"]  # the standard input
     wrong = [f"{name} does not exist" for name in files if not (TOP / name).exists()]
     if words[:1] == ["make"]:
@@ -62,20 +62,20 @@ def called(words: list[str]) -> list[str]:
 
 
 def missing_module(name: str) -> list[str]:
-    """A module that `python -m` could not run."""
+    """Return a sentence if `python -m` could not run this module."""
     found = importlib.util.find_spec(name)
     if found is not None and found.submodule_search_locations is not None:
         found = importlib.util.find_spec(f"{name}.__main__")
     return [] if found else [f"there is no module {name}"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
-def test_links_lead_somewhere(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_have_a_target(page: Path) -> None:
     assert dead_links(page.read_text(), page.parent) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
-def test_what_is_named_is_there(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_files_and_commands_exist(page: Path) -> None:
     named = [span for span in spans(prose(page.read_text())) if not span.startswith("python -m ")]
     assert [fault for span in named for fault in faults(span)] == []
     modules = re.findall(r"`python -m ([\w.]+\w)", prose(page.read_text()))
@@ -83,15 +83,15 @@ def test_what_is_named_is_there(page: Path) -> None:
     assert [fault for line in fenced(page.read_text(), "sh") for fault in command_faults(line)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=place)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_lines_are_not_too_long(page: Path) -> None:
-    free = ("|", "<!--", "![")  # tables, and what nobody reads as text
+    free = ("|", "<!--", "![")  # tables, comments and images
     lines = [line for line in prose(page.read_text()).splitlines() if not line.startswith(free)]
     assert [line for line in lines if len(line) > WIDEST] == []
 
 
 def too_large(docs: Path) -> list[str]:
-    """The pages of a folder that have too many bytes, and so their sums and their number."""
+    """Return the pages of a folder that have too many bytes, and sums and numbers of pages that are too large."""
     sizes = {str(path.relative_to(docs)): path.stat().st_size for path in docs.glob("**/*.md")}
     without_modes = sum(size for name, size in sizes.items() if not name.startswith("modes"))
     bounds = [(name, size, PAGE_BYTES) for name, size in sizes.items()] + [
@@ -103,17 +103,17 @@ def too_large(docs: Path) -> list[str]:
 
 
 def test_the_pages_are_short_and_few() -> None:
-    """What a page loses has a place: outputs in benchmarks/RESULTS.md, files and tests in tests/coverage.toml."""
+    """Move what does not fit: outputs to benchmarks/RESULTS.md, lists of files and tests to tests/coverage.toml."""
     assert too_large(TOP / "docs") == []
 
 
-def test_what_is_too_large_is_seen(tmp_path: Path) -> None:
+def test_pages_that_are_too_large_are_found(tmp_path: Path) -> None:
     for number in range(MOST_PAGES + 1):
         (tmp_path / f"{number}.md").write_text("a" * (PAGE_BYTES + 1))
     assert len(too_large(tmp_path)) == MOST_PAGES + 1 + 3, "each page, both sums, and the number of pages"
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
+def test_the_readme_links_to_every_page() -> None:
     linked = {link["path"] for link in LINK.finditer((TOP / "README.md").read_text())}
     assert {str(page.relative_to(TOP)) for page in PAGES} - {"README.md"} <= linked
 
@@ -121,7 +121,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 @pytest.mark.parametrize(
     "text", ["[a](docs/absent.md)", "[a](docs/running.md#absent)", "[a](#absent)", "# A b\n[a](#a-c)"]
 )
-def test_a_dead_link_is_seen(text: str) -> None:
+def test_a_dead_link_is_found(text: str) -> None:
     assert dead_links(text, TOP)
 
 
@@ -138,7 +138,7 @@ def test_a_link_to_a_heading_is_followed() -> None:
         "docker compose -f compose/absent.yaml up", "make run && make coffee",
     ],
 )  # fmt: skip
-def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
+def test_an_unknown_command_is_found(line: str) -> None:
     assert command_faults(line)
 
 
@@ -152,10 +152,10 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
         "python -m distlab.experiments",
     ],
 )
-def test_a_command_that_exists_is_not(line: str) -> None:
+def test_an_existing_command_has_no_fault(line: str) -> None:
     assert command_faults(line) == []
 
 
-def test_the_bugs_of_the_page_are_those_that_are_proven() -> None:
+def test_the_page_lists_the_tested_bugs() -> None:
     _, _, bugs = page("prove").partition("| found in | what it is |\n|---|---|\n")
     assert re.findall(r"^\| ([^|]+) \| [^|]+ \|$", bugs, re.MULTILINE) == [planted.issue for planted in PLANTED]

@@ -1,4 +1,4 @@
-"""README and CHANGELOG: short enough to be read; the picture of a run with the command that made it."""
+"""README and CHANGELOG are short, and quotes and the picture match their sources."""
 
 import re
 from pathlib import Path
@@ -6,24 +6,24 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs.pages import DOCS, README, TOP, fenced, page, place
+from tests.docs.pages import DOCS, README, TOP, fenced, page, page_id
 
 MOST_LINES = 120
 MOST_CHANGELOG_BYTES = 12_000
 QUOTED = re.compile(r"^<!-- lines of: (\S+) -->\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_it_is_read_in_five_minutes() -> None:
+def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
-def test_the_changelog_is_what_a_user_notices() -> None:
+def test_the_changelog_is_short() -> None:
     assert (TOP / "CHANGELOG.md").stat().st_size <= MOST_CHANGELOG_BYTES
 
 
 @pytest.mark.parametrize("block", QUOTED.findall(README.read_text()), ids=lambda block: block[0])
-def test_what_it_quotes_of_a_page_stands_there(block: tuple[str, str]) -> None:
-    """In this order; the command in front of it is shortened."""
+def test_the_lines_quoted_from_a_page_exist(block: tuple[str, str]) -> None:
+    """The lines exist in this order; the command above them is shortened."""
     name, lines = block
     rest = page(name)
     for line in [line for line in lines.splitlines() if not line.startswith("$ ")]:
@@ -32,18 +32,18 @@ def test_what_it_quotes_of_a_page_stands_there(block: tuple[str, str]) -> None:
         rest = f"\n{rest}"
 
 
-def test_it_answers_four_questions_with_four_lines_each() -> None:
+def test_the_readme_quotes_few_lines_of_three_pages() -> None:
     text = README.read_text()
     assert [name for name, _ in QUOTED.findall(text)] == ["prove", "check", "practice"]
     assert {len(lines.splitlines()) for _, lines in QUOTED.findall(text)} <= {4, 5}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=place)
-def test_the_title_of_a_page_is_its_question(path: Path) -> None:
+@pytest.mark.parametrize("path", DOCS, ids=page_id)
+def test_the_title_of_a_page_is_a_question(path: Path) -> None:
     assert re.match(r"# .*\?\n", path.read_text())
 
 
-def test_the_picture_is_of_the_command_beside_it() -> None:
+def test_the_picture_shows_the_command_next_to_it() -> None:
     assert "](../picture.svg)" in page("modes/pp")
     texts = [
         text.text or ""

@@ -1,4 +1,4 @@
-"""The site: what its pages are made of, and, where `./install docs` was run, that it is built without a warning."""
+"""The site: the contents of its pages, and, after `./install docs`, its build without a warning."""
 
 import importlib.util
 import subprocess
@@ -16,7 +16,7 @@ PYTHON = TOP / ".venv-docs" / "bin" / "python"
 
 
 def module(name: str) -> ModuleType:
-    """A file of docs/site, which is no package."""
+    """Import a file of docs/site, which is no package."""
     spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -26,7 +26,7 @@ def module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", modes())
-def test_the_page_of_a_mode_has_all_that_the_code_says_of_it(name: str) -> None:
+def test_the_page_of_a_mode_lists_its_variants_and_formulas(name: str) -> None:
     mode, page = load(name), module("mode_pages").sections(name)
     assert mode.idea.partition("\n")[0] in page
     assert [each.name for each in mode.variants if f"| `{each.name}` |" not in page] == []
@@ -45,7 +45,7 @@ def test_papers_are_found_and_years_alone_are_not() -> None:
     assert paper.findall("in 2017, of 4 ranks, 2048 samples") == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.html").write_text('<h1 id="a">A</h1><script src="https://elsewhere.test/x.js"></script>')
     links = ["there.html", "there.html#a", "https://elsewhere.test/", "absent.html", "there.html#b", "#own"]
     (tmp_path / "index.html").write_text("".join(f'<a href="{link}">x</a>' for link in links))
@@ -60,7 +60,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)  # 3 minutes on two busy cores: six notebooks run on ranks
 @pytest.mark.skipif(not PYTHON.exists(), reason="./install docs was not run")
-def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere() -> None:
+def test_the_site_is_built_without_warnings_or_dead_links() -> None:
     done = subprocess.run(
         [PYTHON, SITE / "build.py"], cwd=TOP, capture_output=True, text=True, timeout=880, check=False
     )

@@ -1,6 +1,6 @@
-"""Words that a reader does not meet: log, report, help, the lessons, README and docs use the field's own.
+"""Refused words: the log, the report, the help, the lessons, README and docs use the terms of the field.
 
-`REFUSED` has each as a regex beside what to say instead; `KEPT` has the names that the stable interface froze.
+`REFUSED` has each word as a regex with its replacement; `KEPT` has names that the stable interface froze.
 """
 
 import html
@@ -20,7 +20,7 @@ from distlab.lab.report.page import page
 from distlab.lab.report.reading import read_run
 from distlab.lab.report.records import Ranks
 from distlab.lab.report.verdict import judge
-from tests.docs.pages import PAGES, TOP, place
+from tests.docs.pages import PAGES, TOP, page_id
 from tests.lab.report.made_up import drilled_run, good_run, mistaken, pipeline_run
 
 REFUSED = {
@@ -61,8 +61,8 @@ KEPT = (
 )
 
 
-def found(text: str) -> list[str]:
-    """The refused words in a text, each with its line."""
+def refused_words(text: str) -> list[str]:
+    """Return the refused words in a text, each with its line."""
     for kept in KEPT:
         text = re.sub(kept, "", text, flags=re.IGNORECASE | re.MULTILINE)
     return [
@@ -73,7 +73,7 @@ def found(text: str) -> list[str]:
     ]
 
 
-# An earlier version's runs: their records have its sentences, which a page quotes.
+# Runs of an earlier version; their records contain its sentences, which a page quotes.
 OLD: dict[str, Ranks] = {run.name: read_run(run) for run in sorted((TOP / "tests" / "data" / "runs").iterdir())}
 RUNS: dict[str, Ranks] = {
     "good": good_run(),
@@ -85,41 +85,41 @@ OLD_WORDS = r"the others went on"
 
 
 @pytest.mark.parametrize("name", [*OLD, *RUNS])
-def test_the_log(name: str) -> None:
+def test_the_log_has_no_refused_word(name: str) -> None:
     records = (OLD | RUNS)[name]
     lines = verdict_lines(judge(records), records, None)
-    assert found(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
+    assert refused_words(re.sub(OLD_WORDS, "", "\n".join(lines))) == []
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_page(name: str) -> None:
+def test_the_report_has_no_refused_word(name: str) -> None:
     made = page(judge(RUNS[name]), RUNS[name])
     made = re.sub(r"<(style|script)\b.*?</\1>", "", made, flags=re.DOTALL)
     text = html.unescape(re.sub(r"<[^>]+>", "\n", made))
-    assert found(text) == []
+    assert refused_words(text) == []
 
 
-def test_the_help_of_all_commands() -> None:
-    assert [fault for command in (None, *COMMANDS) for fault in found("\n".join(help_lines(command)))] == []
+def test_the_help_has_no_refused_word() -> None:
+    assert [fault for command in (None, *COMMANDS) for fault in refused_words("\n".join(help_lines(command)))] == []
 
 
-def test_what_each_variable_is_for() -> None:
-    told = [field.description or "" for field in Config.model_fields.values()]
-    assert found("\n".join(told)) == []
-
-
-@pytest.mark.parametrize("mode", modes())
-def test_the_injected_bugs_of_a_mode(mode: str) -> None:
-    assert found("\n".join(mistake_lines(load(mode)))) == []
+def test_the_variables_have_no_refused_word() -> None:
+    descriptions = [field.description or "" for field in Config.model_fields.values()]
+    assert refused_words("\n".join(descriptions)) == []
 
 
 @pytest.mark.parametrize("mode", modes())
-def test_the_description_of_a_mode(mode: str) -> None:
-    assert found(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
+def test_the_injected_bugs_have_no_refused_word(mode: str) -> None:
+    assert refused_words("\n".join(mistake_lines(load(mode)))) == []
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_the_mode_descriptions_have_no_refused_word(mode: str) -> None:
+    assert refused_words(importlib.import_module(f"distlab.experiments.{mode}").__doc__ or "") == []
 
 
 def outside_code(text: str) -> str:
-    """A page without what a command prints, code, comments and the targets of links."""
+    """Return a page without output of commands, code, comments and the targets of links."""
     return re.sub(
         r"<!-- output of:.*?<!-- end -->|<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`|\]\([^)]*\)",
         "",
@@ -128,11 +128,11 @@ def outside_code(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("path", PAGES, ids=place)
-def test_the_pages(path: Path) -> None:
-    assert found(outside_code(path.read_text())) == []
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
+def test_the_pages_have_no_refused_word(path: Path) -> None:
+    assert refused_words(outside_code(path.read_text())) == []
 
 
 def test_a_refused_word_is_found() -> None:
-    assert found("naive 1.1e-16 held") == ["'held' in 'naive 1.1e-16 held', say: passed, kept or compared with"]
-    assert found("loss on held-out samples; threshold; 1 of 9 checks failed: drill") == []
+    assert refused_words("naive 1.1e-16 held") == ["'held' in 'naive 1.1e-16 held', say: passed, kept or compared with"]
+    assert refused_words("loss on held-out samples; threshold; 1 of 9 checks failed: drill") == []

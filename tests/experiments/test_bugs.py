@@ -1,4 +1,4 @@
-"""Every LAB_BUG of every mode, through the whole experiment: the check that is meant for it fails, by name."""
+"""Run every mode with each of its LAB_BUGs: the check that should catch the bug fails."""
 
 import pytest
 
@@ -7,21 +7,21 @@ from distlab.lab.rank.mode_loader import load
 from distlab.lab.report.records import End
 from tests.interface import claims_of
 from tests.labs import Runs, failed, shows_in_all
-from tests.mistakes import WORLD_SIZE, WORLD_SIZE_SHOWN, mistaken, shown, whole
+from tests.mistakes import PAGE_WORLD_SIZE, WORLD_SIZE, bug_settings, correct_settings, page_settings
 
 BUGS = [(mode, bug) for mode in modes() for bug in load(mode).mistakes]
 
 
 @pytest.mark.parametrize("run_mode", modes())
-def test_without_a_bug_every_check_holds(runs: Runs, run_mode: str) -> None:
-    run = runs(WORLD_SIZE_SHOWN, **shown(run_mode)).judged
+def test_every_check_passes_without_a_bug(runs: Runs, run_mode: str) -> None:
+    run = runs(PAGE_WORLD_SIZE, **page_settings(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
 
 
 @pytest.mark.parametrize("run_mode", modes())
-def test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold(runs: Runs, run_mode: str) -> None:
-    run = runs(WORLD_SIZE, **whole(run_mode)).judged
+def test_every_check_passes_at_the_sizes_for_bugs(runs: Runs, run_mode: str) -> None:
+    run = runs(WORLD_SIZE, **correct_settings(run_mode)).judged
     assert failed(run) == set()
     assert run["verdict"] == "pass"
     names = {claim["name"] for claim in run["checks"] + run["comparisons"]}
@@ -29,24 +29,28 @@ def test_at_the_sizes_of_its_bugs_a_mode_makes_every_check_and_all_hold(runs: Ru
 
 
 @pytest.mark.parametrize(("run_mode", "bug"), BUGS)
-def test_each_bug_fails_the_check_that_is_meant_for_it(runs: Runs, run_mode: str, bug: str) -> None:
-    mistakes, given = load(run_mode).mistakes, mistaken(run_mode, bug)
-    meant = mistakes[bug].check
-    # The run of a mode's first bug goes on to its end; what else a wrong number meets there, the others need not show.
-    until = "" if bug == next(iter(mistakes)) else meant
-    run = runs(int(given.pop("WORLD_SIZE", WORLD_SIZE)), until, **given).judged
-    assert meant in failed(run)
-    claims = [claim for claim in run["checks"] + run["comparisons"] if claim["name"] == meant and not claim["passed"]]
-    seen = {claim["variant"] for claim in claims}
-    assert shows_in_all(seen, given["LAB_VARIANT"].split(",")), "a variant that can make it does not show it"
+def test_each_bug_fails_its_check(runs: Runs, run_mode: str, bug: str) -> None:
+    mistakes, settings = load(run_mode).mistakes, bug_settings(run_mode, bug)
+    expected = mistakes[bug].check
+    # Only the run of a mode's first bug continues to its end, through all later sections; the others end once the check fails.
+    until = "" if bug == next(iter(mistakes)) else expected
+    run = runs(int(settings.pop("WORLD_SIZE", WORLD_SIZE)), until, **settings).judged
+    assert expected in failed(run)
+    claims = [
+        claim for claim in run["checks"] + run["comparisons"] if claim["name"] == expected and not claim["passed"]
+    ]
+    failed_variants = {claim["variant"] for claim in claims}
+    assert shows_in_all(failed_variants, settings["LAB_VARIANT"].split(",")), (
+        "a variant that can have the bug passes the check"
+    )
     assert run["verdict"] == "fail"
 
 
-def test_a_run_ends_with_the_section_in_which_its_check_fails_in_all_variants(runs: Runs) -> None:
-    """And goes on to the end where it holds, or where it fails in one variant of two."""
+def test_a_run_ends_once_its_check_failed_everywhere(runs: Runs) -> None:
+    """It continues to the end if the check passes, or fails in only one of two variants."""
     small = {"RUN_MODE": "dp", "LAB_MODEL": "mlp", "LAB_DEPTH": "1", "LAB_STEPS": "1"}
     for variants, bug, until, is_whole in (
-        ("flat,bucketed", "stale_bucket", "weights", False),  # which flat and bucketed make
+        ("flat,bucketed", "stale_bucket", "weights", False),  # both variants have this bug
         ("flat,bucketed", "stale_bucket", "samples", True),
         ("flat,per_parameter", "stale_bucket", "weights", True),
     ):

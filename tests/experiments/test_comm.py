@@ -1,4 +1,4 @@
-"""The comm lesson: its parts on real ranks with a lab that only keeps what it is told, and the whole mode once."""
+"""The comm lesson: its parts on real ranks with a lab that only records calls, and the whole mode once."""
 
 from collections.abc import Callable
 from functools import cache
@@ -29,8 +29,8 @@ from tests.labs import Runs
 from tests.warm_ranks import Ranks
 
 
-class Notes:
-    """A lab that keeps checks, tables and words; its exchange goes over the group."""
+class RecordingLab:
+    """A lab that records checks, tables and lines; it exchanges values over the process group."""
 
     def __init__(self, group: dist.ProcessGroup, bug: str | None) -> None:
         self.config = Config.read(
@@ -41,13 +41,13 @@ class Notes:
         self.device = torch.device("cpu")
         self.exchange, self.mode, self.hooks = self, comm.MODE, RunHooks(secret=b"the key of the run")
         self.failed: set[str] = set()
-        self.held: set[str] = set()
+        self.passed: set[str] = set()
         self.tables: dict[str, list[list[Any]]] = {}
         self.lines: list[str] = []
         self.work = Work()
 
     def check(self, name: str, max_abs_diff: float, tolerance: float, *_: Any, **__: Any) -> None:
-        (self.held if max_abs_diff <= tolerance else self.failed).add(name)
+        (self.passed if max_abs_diff <= tolerance else self.failed).add(name)
 
     def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
         assert all(len(row) == len(columns) for row in rows)
@@ -78,20 +78,20 @@ class Notes:
         return values
 
 
-def contents_alone(lab: Any, collectives: dict[str, Collective], _: int) -> None:
+def check_contents_only(lab: Any, collectives: dict[str, Collective], _: int) -> None:
     benchmark.check_contents(lab, {}, collectives)
 
 
-def lesson(
+def run_lesson(
     group: dist.ProcessGroup, bug: str | None
 ) -> tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]:
-    lab: Any = Notes(group, bug)
-    # The prices take long, and have a run of their own below, as what is drawn.
-    with patch.object(benchmark, "run", contents_alone), patch.object(comm, "draw_all"):
+    lab: Any = RecordingLab(group, bug)
+    # The measurements and the drawing take long, and have their own tests below.
+    with patch.object(benchmark, "run", check_contents_only), patch.object(comm, "draw_all"):
         run = comm.MODE.mistaken(bug).run
         assert run is not None
         run(lab)
-    return lab.held - lab.failed, lab.failed, lab.tables, lab.lines
+    return lab.passed - lab.failed, lab.failed, lab.tables, lab.lines
 
 
 Lessons = Callable[[int], list[tuple[set[str], set[str], dict[str, list[list[Any]]], list[str]]]]
@@ -99,60 +99,60 @@ Lessons = Callable[[int], list[tuple[set[str], set[str], dict[str, list[list[Any
 
 @pytest.fixture(scope="module")
 def lessons(ranks: Ranks) -> Lessons:
-    """What each of so many ranks has of the lesson without a bug, which is run once."""
-    return cache(lambda world_size: ranks(world_size, lesson, None))
+    """Return what each of `world_size` ranks recorded in the lesson without a bug, which runs once per size."""
+    return cache(lambda world_size: ranks(world_size, run_lesson, None))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_check_holds(lessons: Lessons, world_size: int) -> None:
-    for held, failed, _, _ in lessons(world_size):
+def test_every_check_passes(lessons: Lessons, world_size: int) -> None:
+    for passed, failed, _, _ in lessons(world_size):
         assert failed == set()
-        assert held == {"forward", "gradients", "no autograd", "demo", "sum", "ring", "contents"}
+        assert passed == {"forward", "gradients", "no autograd", "demo", "sum", "ring", "contents"}
 
 
-# What else a broken algorithm does: the sum by it is wrong too.
-BESIDE = {"skipped_round": {"sum", "contents"}}
+# Other checks that fail with a broken algorithm, because its sums are wrong too.
+ALSO_FAILS = {"skipped_round": {"sum", "contents"}}
 
 
 @pytest.mark.parametrize("bug", sorted(comm.MODE.mistakes))
 def test_each_bug_fails_its_own_check(ranks: Ranks, bug: str) -> None:
-    failed = set.union(*(failed for _, failed, _, _ in ranks(3, lesson, bug)))
-    assert failed == {comm.MODE.mistakes[bug].check} | BESIDE.get(bug, set())
+    failed = set.union(*(failed for _, failed, _, _ in ranks(3, run_lesson, bug)))
+    assert failed == {comm.MODE.mistakes[bug].check} | ALSO_FAILS.get(bug, set())
 
 
-def with_a_wrong_primitive(group: dist.ProcessGroup) -> set[str]:
-    """`all_gather` leaves a row as it found it."""
+def failed_with_wrong_all_gather(group: dist.ProcessGroup) -> set[str]:
+    """Return the failed checks if `all_gather` leaves the last row unchanged."""
 
-    def gathered(rows: list[Tensor], x: Tensor, **how: Any) -> None:
+    def wrong_all_gather(rows: list[Tensor], x: Tensor, **how: Any) -> None:
         last = rows[-1].clone()
         correct(rows, x, **how)
         rows[-1].copy_(last)
 
     correct = dist.all_gather
-    with patch.object(dist, "all_gather", gathered), patch.object(Collective, "all_gather", lambda *_: None):
-        return lesson(group, None)[1]
+    with patch.object(dist, "all_gather", wrong_all_gather), patch.object(Collective, "all_gather", lambda *_: None):
+        return run_lesson(group, None)[1]
 
 
-def test_a_wrong_primitive_is_seen(ranks: Ranks) -> None:
-    assert set.intersection(*ranks(3, with_a_wrong_primitive)) >= {"forward", "demo"}
+def test_a_wrong_all_gather_is_detected(ranks: Ranks) -> None:
+    assert set.intersection(*ranks(3, failed_with_wrong_all_gather)) >= {"forward", "demo"}
 
 
-def with_a_gather_that_autograd_knows(group: dist.ProcessGroup) -> set[str]:
-    def gathered(parts: list[Tensor], x: Tensor, **_: Any) -> None:
+def failed_with_differentiable_gather(group: dist.ProcessGroup) -> set[str]:
+    def differentiable_gather(parts: list[Tensor], x: Tensor, **_: Any) -> None:
         parts[:] = [part + x for part in parts]
 
-    with patch.object(dist, "all_gather", gathered):
-        lab: Any = Notes(group, None)
+    with patch.object(dist, "all_gather", differentiable_gather):
+        lab: Any = RecordingLab(group, None)
         gradients.nothing_recorded(lab)
     return lab.failed  # type: ignore[no-any-return]
 
 
-def test_a_gather_that_autograd_knows_is_seen(ranks: Ranks) -> None:
-    assert ranks(2, with_a_gather_that_autograd_knows) == [{"no autograd"}] * 2
+def test_a_gather_with_a_gradient_is_detected(ranks: Ranks) -> None:
+    assert ranks(2, failed_with_differentiable_gather) == [{"no autograd"}] * 2
 
 
-def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float:
-    """The worst difference of `op` whose input or output was changed on rank 1."""
+def largest_difference(group: dist.ProcessGroup, name: str, op: str, change: str) -> float:
+    """Return the largest error of `op` if its output was changed on rank 1."""
     correct = ALGORITHMS[name]
 
     class Wrong(Wrapper):
@@ -175,20 +175,20 @@ def worst_of(group: dist.ProcessGroup, name: str, op: str, change: str) -> float
 
 @pytest.mark.parametrize("change", ["", "last", "shifted"])
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
-def test_one_number_too_much_and_a_place_too_far_are_seen(ranks: Ranks, op: str, change: str) -> None:
-    found = ranks(3, worst_of, "tree", op, change)
-    assert found[0] == found[2] == 0
-    assert bool(found[1]) == bool(change)
+def test_a_wrong_or_shifted_element_is_detected(ranks: Ranks, op: str, change: str) -> None:
+    differences = ranks(3, largest_difference, "tree", op, change)
+    assert differences[0] == differences[2] == 0
+    assert bool(differences[1]) == bool(change)
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_contents_hold_where_nothing_divides(ranks: Ranks, world_size: int, name: str) -> None:
+def test_algorithms_are_exact_at_uneven_sizes(ranks: Ranks, world_size: int, name: str) -> None:
     for op in benchmark.BYTES:
-        assert ranks(world_size, worst_of, name, op, "") == [0.0] * world_size
+        assert ranks(world_size, largest_difference, name, op, "") == [0.0] * world_size
 
 
-def test_what_is_put_in_differs_by_rank_place_and_repeat() -> None:
+def test_inputs_differ_by_rank_position_and_repeat() -> None:
     device = torch.device("cpu")
     rows = torch.stack([checks.numbers(rank, repeat, device) for rank in range(8) for repeat in range(3)])
     assert [row.unique().numel() for row in rows] == [checks.PERIOD] * 24
@@ -196,31 +196,31 @@ def test_what_is_put_in_differs_by_rank_place_and_repeat() -> None:
     assert float(checks.total(8, 1, device).max()) < 2**24
 
 
-def kept_by_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """An all_reduce that ends when rank 0 has the sum."""
+def reduce_to_rank_0(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """A wrong all_reduce: only rank 0 gets the sum."""
     dist.reduce(tensor, group=group, group_dst=0)
 
 
-def lesson_without_the_way_back(group: dist.ProcessGroup) -> set[str]:
-    with patch.object(comm, "one_by_one", kept_by_rank_0):
-        return lesson(group, None)[1]
+def failed_with_sum_on_rank_0_only(group: dist.ProcessGroup) -> set[str]:
+    with patch.object(comm, "one_by_one", reduce_to_rank_0):
+        return run_lesson(group, None)[1]
 
 
-def test_a_sum_that_rank_0_keeps_is_seen(ranks: Ranks) -> None:
-    assert ranks(3, lesson_without_the_way_back) == [set(), {"sum"}, {"sum"}]
+def test_a_sum_on_rank_0_only_is_detected(ranks: Ranks) -> None:
+    assert ranks(3, failed_with_sum_on_rank_0_only) == [set(), {"sum"}, {"sum"}]
 
 
-def naive_beside_torchs(group: dist.ProcessGroup) -> bool:
-    mine = torch.arange(5.0) * (group.rank() + 1)
-    theirs = mine.clone()
-    comm.one_by_one(mine, group)
-    dist.all_reduce(theirs, group=group)
-    return torch.equal(mine, theirs)
+def naive_equals_torchs(group: dist.ProcessGroup) -> bool:
+    naive = torch.arange(5.0) * (group.rank() + 1)
+    torchs = naive.clone()
+    comm.one_by_one(naive, group)
+    dist.all_reduce(torchs, group=group)
+    return torch.equal(naive, torchs)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_the_naive_all_reduce_is_torchs(ranks: Ranks, world_size: int) -> None:
-    assert ranks(world_size, naive_beside_torchs) == [True] * world_size
+def test_the_naive_all_reduce_equals_torchs(ranks: Ranks, world_size: int) -> None:
+    assert ranks(world_size, naive_equals_torchs) == [True] * world_size
 
 
 def test_the_lessons_printed_run(lessons: Lessons) -> None:
@@ -234,7 +234,7 @@ def test_the_lessons_printed_run(lessons: Lessons) -> None:
 
 
 def table(lessons: Lessons, world_size: int, title: str) -> list[list[Any]]:
-    """Of rank 0."""
+    """Return the rows of a table that rank 0 recorded."""
     return next(rows for each, rows in lessons(world_size)[0][2].items() if each.startswith(title))
 
 
@@ -257,12 +257,12 @@ def test_the_rings_rounds(lessons: Lessons, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", comm.MODE.names)
-def test_the_fit_finds_latency_and_bandwidth_again(name: str) -> None:
+def test_the_fit_recovers_latency_and_bandwidth(name: str) -> None:
     times = {nbytes: all_reduce_seconds(name, 4, nbytes, 5e-4, 2e9) for nbytes in benchmark.SIZES}
-    latency_s, bytes_per_s, off = benchmark.fit(name, 4, times)
+    latency_s, bytes_per_s, error = benchmark.fit(name, 4, times)
     assert latency_s == pytest.approx(5e-4)
     assert bytes_per_s == pytest.approx(2e9)
-    assert off < 1e-6
+    assert error < 1e-6
 
 
 def test_refusals_and_predictions() -> None:
@@ -285,31 +285,31 @@ def test_the_whole_mode(runs: Runs) -> None:
     judged, _, folder = runs(2, RUN_MODE="comm", LAB_VARIANT="gloo,direct", LAB_SWEEP_MIB="4", LAB_LOG="full")
     assert judged["verdict"] == "pass"
     compared = {(entry["variant"], entry["name"]) for entry in judged["comparisons"]}
-    if compared:  # the kernel tells what its sockets sent
+    if compared:  # the kernel counts what its sockets sent
         assert ("direct", "wire bytes all_reduce 4 MiB") in compared
         assert {variant for variant, _ in compared} == {"gloo", "direct"}
     assert "gathers    rank 1 final gathered result: [37.0, 38.0, 78.0, 80.0]" in (folder / "rank1.log").read_text()
-    link = calibrate(folder).link  # what `python -m distlab plan` takes from it
+    link = calibrate(folder).link  # `python -m distlab plan` uses it
     assert link is not None
     assert 0 <= link.latency_s < 0.1 and 1e7 < link.bytes_per_s < 1e12
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (1.02, False), (0.5, False)])
-def test_bytes_that_are_off_fail_the_sweep(factor: float, holds: bool) -> None:
+def test_wrong_byte_counts_fail_the_sweep(factor: float, holds: bool) -> None:
     lab, nbytes = lab_alone(), 4 * benchmark.MIB
     predicted = benchmark.BYTES["all_reduce"]("ring", lab.world_size, nbytes, 0)
     benchmark.compare(lab, {("all_reduce", nbytes, "ring"): benchmark.Cost(wire_bytes=factor * predicted)})
     assert holding(lab) == {"wire bytes all_reduce 4 MiB": holds}
 
 
-def test_the_speed_of_a_small_call_is_in_mb_a_second() -> None:
+def test_small_calls_are_shown_in_megabytes_per_second() -> None:
     assert benchmark.speed_cell(benchmark.KIB, benchmark.KIB / 0.01) == "0.102 MB/s"
     assert benchmark.speed_cell(4 * benchmark.MIB, 4 * benchmark.MIB / 0.01) == "0.419 GB/s"
     assert benchmark.speed_cell(64 * benchmark.KIB, 64 * benchmark.KIB / 0.01) == "0.007 GB/s"
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(1.0, True), (0.98, False)])
-def test_messages_that_are_not_drawn_fail(factor: float, holds: bool) -> None:
+def test_missing_messages_in_the_drawing_fail(factor: float, holds: bool) -> None:
     lab: Any = lab_alone()
     lab.config, lab.device = Config.read({"RUN_MODE": "comm", "WORLD_SIZE": "2"}), torch.device("cpu")
     sent = {name: Drawn(factor * all_reduce_bytes(name, 2, comm.PREDICTED_BYTES), 2) for name in ("ring", "server")}

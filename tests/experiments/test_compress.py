@@ -1,4 +1,4 @@
-"""Compression, the whole experiment: proven by its formulas, as many bytes as predicted, at odd sizes and settings."""
+"""Whole compress runs at uneven sizes: the formulas are proven, and as many bytes are sent as predicted."""
 
 import math
 from pathlib import Path
@@ -56,7 +56,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     (3, {"LAB_MODEL": "mlp", "LAB_ERROR_FEEDBACK": "0", "LAB_LOW_RANK": "7", "LAB_DEPTH": "1"}),
     (2, {"LAB_MODEL": "line", "LAB_RATIO": "1e-9"}),
     (2, {"LAB_MODEL": "mlp", "LAB_DTYPE": "bfloat16", "LAB_OPTIMIZER": "adamw", "LAB_DEPTH": "1"}),
-    # Few bytes of text in a step: matrices of less than rank 4, then of more, in factors of 4.
+    # A step has few bytes of text, so gradients have a rank below 4, and in the next case above it.
     (2, {"LAB_BATCH": "2", "LAB_SEQ": "4", "LAB_VARIANT": "powersgd,ddp_powersgd"}),
     (1, {"LAB_BATCH": "1", "LAB_SEQ": "4", "LAB_WIDTH": "64", "LAB_DEPTH": "1", "LAB_VARIANT": "powersgd"}),
 ]
@@ -67,7 +67,7 @@ MIXES: list[tuple[int, dict[str, str]]] = [
     MIXES,
     ids=["alone", "buckets", "forgetting", "line", "bfloat16", "few bytes", "fewer"],
 )
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(
         ranks, world_size, tmp_path, **({"RUN_MODE": "compress", "LAB_STEPS": "2"} | settings)
     )
@@ -95,19 +95,19 @@ def impossible(settings: dict[str, str]) -> set[str]:
     return {"fp16", "ddp_fp16"} if settings.get("LAB_DTYPE") == "bfloat16" else set()
 
 
-def test_feedback_ends_lower_than_none_and_the_residual_is_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+def test_error_feedback_lowers_the_loss_and_stores_residuals(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"LAB_VARIANT": "dense,topk", "LAB_STEPS": "40", "LAB_PROOF": "0", "LAB_DEPTH": "1"}
     last: dict[tuple[str, str], float] = {}
-    rest: dict[tuple[str, str], float] = {}
+    stored: dict[tuple[str, str], float] = {}
     for feedback in ("1", "0"):
         folder = tmp_path / feedback
         run, by_rank = run_experiment(ranks, 2, folder, RUN_MODE="compress", LAB_ERROR_FEEDBACK=feedback, **settings)
         assert run["verdict"] == "pass"
         last |= {(each.variant, feedback): each.numbers[-1] for each in by_rank[0] if isinstance(each, records.Losses)}
-        found = [entry for entry in run["comparisons"] if entry["name"] == "rest bytes"]
-        rest |= {(entry["variant"], feedback): entry["predicted"] for entry in found}
+        comparisons = [entry for entry in run["comparisons"] if entry["name"] == "rest bytes"]
+        stored |= {(entry["variant"], feedback): entry["predicted"] for entry in comparisons}
     assert last["dense", "1"] < last["topk", "1"] < last["topk", "0"]
-    assert rest["topk", "1"] == 1.5 * rest["dense", "1"] == 1.5 * rest["topk", "0"]
+    assert stored["topk", "1"] == 1.5 * stored["dense", "1"] == 1.5 * stored["topk", "0"]
 
 
 def test_predictions_add_up_over_buckets() -> None:
@@ -141,25 +141,25 @@ def test_predictions_add_up_over_buckets() -> None:
         ({"LAB_MODEL": "mlp", "LAB_LOW_RANK": "16"}, "LAB_LOW_RANK=16 saves nothing"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse(config_of(4, **settings), compress.MODE)
     assert len(refused.value.faults) == 1
     assert words in refused.value.faults[0]
 
 
-def test_only_what_can_run_is_announced() -> None:
+def test_the_summary_lists_only_possible_variants() -> None:
     assert "fp16 0.500" in summary(config_of(2))
     assert "fp16" not in summary(config_of(2, LAB_DTYPE="bfloat16"))
 
 
-# --- what PowerSGD's sum has to satisfy ---
+# --- the sums of PowerSGD ---
 
 MATRIX, GAIN = Size((12, 9)), Size((5,))
 
 
-class Cold(LowRank):
-    """Draws its factors anew at each step."""
+class RedrawnFactors(LowRank):
+    """A wrong PowerSGD: draws new factors at each step."""
 
     def __call__(self, bucket: Tensor) -> Any:
         if self.factors is not None:
@@ -167,54 +167,54 @@ class Cold(LowRank):
         return super().__call__(bucket)
 
 
-class HalfOfIt(LowRank):
-    """Takes half of what each rank has in the space."""
+class HalvedFactors(LowRank):
+    """A wrong PowerSGD: halves each rank's second factor."""
 
     def second_half(self, factors: Any, values: Tensor) -> None:
         super().second_half(factors, values)
         factors.second_message.mul_(0.5)
 
 
-def judged(group: dist.ProcessGroup, kind: type[LowRank], ranks_of_steps: list[int]) -> list[float]:
-    """How far each step's sum is off, for matrices of these ranks and one gain."""
+def errors_by_step(group: dist.ProcessGroup, kind: type[LowRank], ranks_of_steps: list[int]) -> list[float]:
+    """Return the error of each step's sum, for a matrix of the given rank per step and one vector."""
     config = config_of(group.size(), LAB_LOW_RANK="3")
     compressor = kind(group, [MATRIX, GAIN], 3, config.seed, feedback=False)
     projection = Projection(config, [MATRIX, GAIN], feedback=False)
-    found = []
+    errors = []
     for step, rank in enumerate(ranks_of_steps):
-        everyone = [flat(100 * step + member, rank) for member in range(group.size())]
-        bucket = everyone[group.rank()].clone()
+        gradients = [random_gradient(100 * step + member, rank) for member in range(group.size())]
+        bucket = gradients[group.rank()].clone()
         compressor(bucket).wait()
-        found.append(projection.judge(everyone, bucket)[0])
-    return found
+        errors.append(projection.judge(gradients, bucket)[0])
+    return errors
 
 
-def flat(seed: int, rank: int) -> Tensor:
-    """A gradient of a matrix of so many rows that are not zero, and a gain's."""
+def random_gradient(seed: int, rank: int) -> Tensor:
+    """Return the gradient of a matrix of which only `rank` rows are not zero, and of a vector."""
     gradient = torch.randn(MATRIX.numel() + 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     gradient[: MATRIX.numel()].view(MATRIX)[rank:] = 0
     return gradient
 
 
-def test_the_sum_is_right_whatever_the_ranks_of_the_matrices(ranks: Ranks) -> None:
-    """Of rank 2, whose Q has a column of rounding, then 12, 0, where all is zero, and 12 again."""
-    for found in ranks(3, judged, LowRank, [2, 12, 0, 12, 1, 5]):
-        assert max(found) < 1e-14
+def test_powersgd_sums_are_exact_for_every_matrix_rank(ranks: Ranks) -> None:
+    """With rank 2 a column of Q contains only rounding errors; with rank 0 the matrix is zero."""
+    for errors in ranks(3, errors_by_step, LowRank, [2, 12, 0, 12, 1, 5]):
+        assert max(errors) < 1e-14
 
 
-@pytest.mark.parametrize("kind", [Cold, HalfOfIt, PerRank])
-def test_another_sum_is_told(ranks: Ranks, kind: type[LowRank]) -> None:
-    for found in ranks(3, judged, kind, [12, 12]):
-        assert min(found[kind is Cold :]) > 1e-3  # what draws anew at each step is right in the first one
+@pytest.mark.parametrize("kind", [RedrawnFactors, HalvedFactors, PerRank])
+def test_a_wrong_powersgd_sum_is_detected(ranks: Ranks, kind: type[LowRank]) -> None:
+    for errors in ranks(3, errors_by_step, kind, [12, 12]):
+        assert min(errors[kind is RedrawnFactors :]) > 1e-3  # new factors are correct in the first step
 
 
-def test_a_sum_that_is_no_number_is_told() -> None:
-    values = [flat(member, 12) for member in range(2)]
+def test_a_nan_sum_is_detected() -> None:
+    values = [random_gradient(member, 12) for member in range(2)]
     projection = Projection(config_of(2), [MATRIX, GAIN], feedback=False)
     assert projection.judge(values, torch.full_like(values[0], torch.nan))[0] == math.inf
 
 
-def test_defaults_are_refused_nowhere() -> None:
+def test_default_settings_are_never_refused() -> None:
     for world_size in range(1, 9):
         for model in ("gpt", "mlp", "line"):
             environ = {"RUN_MODE": "compress", "WORLD_SIZE": str(world_size), "LAB_MODEL": model}
@@ -223,7 +223,7 @@ def test_defaults_are_refused_nowhere() -> None:
 
 
 @pytest.mark.parametrize("bug", ["unshared_seed", "int8_overflow", "per_rank_powersgd", "no_error_feedback"])
-def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, bug: str) -> None:
+def test_a_bug_fails_only_its_own_variant(ranks: Ranks, tmp_path: Path, bug: str) -> None:
     settings = {"LAB_BUG": bug, "LAB_VARIANT": "int8,randomk,powersgd", "LAB_STEPS": "1", "LAB_DEPTH": "1"}
     run, _ = run_experiment(ranks, 2, tmp_path, RUN_MODE="compress", **settings)
     wrong = {claim["variant"] for claim in run["checks"] if not claim["passed"]}
@@ -233,44 +233,44 @@ def test_a_mistake_is_seen_only_where_it_is_made(ranks: Ranks, tmp_path: Path, b
         assert failed(run) - {"rest bytes"} == {"sent + residual", "formula"}
 
 
-# --- what the run says of a line that is wrong: each fault takes the place of what the ranks run ---
+# --- faults: each replaces a function that the ranks call, and the run must fail ---
 
 
-def fading(with_residual: Any) -> Any:
-    """Half of the residual is forgotten."""
+def halve_residual(with_residual: Any) -> Any:
+    """Halve the residual before it is added."""
 
     def wrong(self: Compressor, bucket: Tensor) -> Tensor:
         if self.residual is not None:
             self.residual.mul_(0.5)
-        found: Tensor = with_residual(self, bucket)
-        return found
+        values: Tensor = with_residual(self, bucket)
+        return values
 
     return wrong
 
 
-def between_steps(zero: Any) -> Any:
-    """Residuals are cleared with the gradients."""
+def clear_residuals(zero: Any) -> Any:
+    """Clear the residuals together with the gradients."""
 
     def wrong(self: GradientBuckets) -> None:
         zero(self)
         for bucket in self.buckets:
-            kept = getattr(getattr(bucket.all_reduce, "watched", None), "residual", None)
-            if kept is not None:
-                kept.zero_()
+            residual = getattr(getattr(bucket.all_reduce, "watched", None), "residual", None)
+            if residual is not None:
+                residual.zero_()
 
     return wrong
 
 
-def not_subtracted(subtract_sent: Any) -> Any:  # noqa: ARG001
+def skip_subtraction(subtract_sent: Any) -> Any:  # noqa: ARG001
     return lambda self, message, values: None
 
 
-def smallest(largest: Any) -> Any:  # noqa: ARG001
+def pick_smallest(largest: Any) -> Any:  # noqa: ARG001
     return lambda values, k: values.abs().argsort()[:k]
 
 
-def cold(call: Any) -> Any:
-    """Factors drawn anew at each step."""
+def redraw_factors(call: Any) -> Any:
+    """Draw new factors at each step."""
 
     def wrong(self: LowRank, bucket: Tensor) -> Any:
         if self.factors is not None:
@@ -280,7 +280,7 @@ def cold(call: Any) -> Any:
     return wrong
 
 
-def half_of_a_rank(backward: Any) -> Any:
+def halve_rank_1(backward: Any) -> Any:
     def wrong(self: Replica, parts: list[Any]) -> Any:
         if dist.get_rank() == 1:
             parts = [part._replace(share=part.share / 2) for part in parts]
@@ -289,7 +289,7 @@ def half_of_a_rank(backward: Any) -> Any:
     return wrong
 
 
-def twice(update: Any) -> Any:
+def update_twice(update: Any) -> Any:
     def wrong(self: Replica) -> None:
         update(self)
         update(self)
@@ -297,59 +297,57 @@ def twice(update: Any) -> Any:
     return wrong
 
 
-def loud(backward: Any) -> Any:
-    """PyTorch's own tells another loss."""
+def double_torchs_loss(backward: Any) -> Any:
+    """Double the loss of PyTorch's variants."""
 
-    def told(self: Replica, microbatches: Any) -> Any:
+    def wrong(self: Replica, microbatches: Any) -> Any:
         return backward(self, microbatches) * (1 if self.forward is self.model else 2)
 
-    return told
+    return wrong
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "half a residual": (Compressor, "with_residual", fading),
-    "residuals cleared": (GradientBuckets, "zero", between_steps),
-    "sent and kept": (TopK, "subtract_sent", not_subtracted),
-    "the smallest": (compressors, "largest", smallest),
-    "cold": (LowRank, "__call__", cold),
-    "half of a rank": (Replica, "backward", half_of_a_rank),
-    "twice": (Replica, "update", twice),
-    "loud": (Replica, "backward", loud),
+    "half a residual": (Compressor, "with_residual", halve_residual),
+    "residuals cleared": (GradientBuckets, "zero", clear_residuals),
+    "sent and kept": (TopK, "subtract_sent", skip_subtraction),
+    "smallest sent": (compressors, "largest", pick_smallest),
+    "new factors": (LowRank, "__call__", redraw_factors),
+    "half of rank 1": (Replica, "backward", halve_rank_1),
+    "two updates": (Replica, "update", update_twice),
+    "double loss": (Replica, "backward", double_torchs_loss),
 }
 
 
-def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
-    """What fails of a run of two ranks with this fault."""
+def failed_checks(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
+    """Return the failed checks of a run of two ranks with this fault."""
     return failed_with(
         ranks, folder, __name__, fault, RUN_MODE="compress", LAB_VARIANT=variant, LAB_STEPS="1", LAB_RATIO="0.1"
     )
 
 
 @pytest.mark.parametrize("variant", ["fp16", "int8", "topk", "randomk", "powersgd"])
-def test_residuals_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
-    assert {"sent + residual", "formula"} <= seen(ranks, tmp_path, "half a residual", variant)
-    assert {"residuals", "formula"} <= seen(ranks, tmp_path, "residuals cleared", variant)
+def test_wrong_residuals_fail_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+    assert {"sent + residual", "formula"} <= failed_checks(ranks, tmp_path, "half a residual", variant)
+    assert {"residuals", "formula"} <= failed_checks(ranks, tmp_path, "residuals cleared", variant)
 
 
 @pytest.mark.parametrize(
     ("fault", "variant", "check"),
     [
         ("sent and kept", "topk", "sent + residual"),
-        ("the smallest", "topk", "formula"),
-        ("cold", "powersgd", "formula"),
+        ("smallest sent", "topk", "formula"),
+        ("new factors", "powersgd", "formula"),
     ],
 )
-def test_a_formula_that_is_another_fails_the_run(
-    ranks: Ranks, tmp_path: Path, fault: str, variant: str, check: str
-) -> None:
-    assert check in seen(ranks, tmp_path, fault, variant)
+def test_a_wrong_formula_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str, variant: str, check: str) -> None:
+    assert check in failed_checks(ranks, tmp_path, fault, variant)
 
 
-def test_what_is_wrong_before_it_is_compressed_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    assert "gradients" in seen(ranks, tmp_path, "half of a rank", "topk")
-    assert "weights" in seen(ranks, tmp_path, "twice", "topk")
+def test_errors_before_compression_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "gradients" in failed_checks(ranks, tmp_path, "half of rank 1", "topk")
+    assert "weights" in failed_checks(ranks, tmp_path, "two updates", "topk")
 
 
-def test_what_pytorchs_own_does_not_do_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    assert "gradients beside ours" in seen(ranks, tmp_path, "cold", "ddp_powersgd")
-    assert {"losses beside ours"} == seen(ranks, tmp_path, "loud", "ddp_fp16")
+def test_differences_to_pytorchs_hooks_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "gradients beside ours" in failed_checks(ranks, tmp_path, "new factors", "ddp_powersgd")
+    assert {"losses beside ours"} == failed_checks(ranks, tmp_path, "double loss", "ddp_fp16")

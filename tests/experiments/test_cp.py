@@ -1,4 +1,4 @@
-"""What is special in context parallelism: who attends to what, in which order, and beside data parallelism."""
+"""Context parallelism: which positions attend to which, in which order, and combined with data parallelism."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from distlab.techniques.context_parallel.ulysses import UlyssesAttention
 from distlab.techniques.mesh.grid import Mesh
 from tests.experiments.test_proofs import SENT, SMALL, Case, label
 from tests.labs import Runs, failed
-from tests.trained import TOLERANCE, batches_of, dealt, strategy_of
+from tests.trained import TOLERANCE, batches_of, microbatches_of, strategy_of
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,8 +26,8 @@ def config_of(world_size: int, **settings: str) -> Config:
     return Config.read(SMALL["cp"] | {"RUN_MODE": "cp", "WORLD_SIZE": str(world_size)} | settings)
 
 
-def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str) -> float:
-    """The largest difference of a gradient to one process, of ranks two by two: half of the samples, and half of the
+def largest_gradient_difference(group: dist.ProcessGroup, config: Config, name: str) -> float:
+    """Return the largest difference of a gradient to one process on a 2 x 2 mesh, which splits samples and
     positions."""
     (dense,) = train(build_model(config, config.seed).double(), batches_of(config), config, 1)
     mesh = Mesh.grid({"dp": 2, "cp": 2}, group)
@@ -36,53 +36,53 @@ def beside_data_parallelism(group: dist.ProcessGroup, config: Config, name: str)
     model = build_model(config, config.seed).double()
     strategy = ContextParallel(model, positions, attend, group, config, rank=mesh.index("cp"))
     strategy.backward(batches_of(config).microbatches(0, mesh.index("dp"), 2))
-    found = dict(strategy.full("gradients"))
-    return max((found[label] - dense.gradients[label]).abs().max().item() for label in dense.gradients)
+    gradients = dict(strategy.full("gradients"))
+    return max((gradients[label] - dense.gradients[label]).abs().max().item() for label in dense.gradients)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "ulysses"])
-def test_it_stacks_with_data_parallelism(ranks: Ranks, name: str) -> None:
-    assert max(ranks(4, beside_data_parallelism, config_of(4), name)) <= TOLERANCE
+def test_context_parallelism_combines_with_data_parallelism(ranks: Ranks, name: str) -> None:
+    assert max(ranks(4, largest_gradient_difference, config_of(4), name)) <= TOLERANCE
 
 
-# --- what is sent, and what is computed ---
+# --- traffic and compute ---
 
 
-def attended(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[int, list[str]]]:
-    """Of each variant pairs, and the order of receives and kernels."""
-    found, microbatches = {}, dealt(config, group, 0, proof=False)
+def attended_pairs(group: dist.ProcessGroup, config: Config) -> dict[str, tuple[int, list[str]]]:
+    """Return for each variant the number of pairs, and the order of receives and kernels."""
+    found, microbatches = {}, microbatches_of(config, group, 0, proof=False)
     for name in BY_HAND:
-        strategy, seen = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
-        with seen:
+        strategy, kernels = strategy_of(name, group, config, getattr(torch, config.dtype)), Kernels()
+        with kernels:
             strategy.backward(microbatches)
-        found[name] = seen.pairs, seen.order
+        found[name] = kernels.pairs, kernels.order
     return found
 
 
 @pytest.mark.parametrize("case", [case for case in SENT if case.mode == "cp"], ids=label)
-def test_what_is_attended_to_is_what_is_predicted(ranks: Ranks, case: Case) -> None:
+def test_attended_pairs_equal_the_prediction(ranks: Ranks, case: Case) -> None:
     config = config_of(case.world_size, **case.settings)
-    for rank, found in enumerate(ranks(case.world_size, attended, config)):
+    for rank, found in enumerate(ranks(case.world_size, attended_pairs, config)):
         for name, (pairs, order) in found.items():
             assert pairs == 2 * config.batch * config.depth * predicted_share(name, config).pairs[rank], (rank, name)
             if name in ("ring", "zigzag", "shift"):
                 assert expected_order(name, config, rank) == order, (rank, name)
 
 
-def test_a_layer_and_a_batch_more_send_as_much_more() -> None:
+def test_traffic_grows_with_layers_and_batch() -> None:
     one, deeper, larger = (
         {each.variant: each for each in MODE.predict(config_of(2, LAB_SEQ="8", **sizes)) if each.name == "wire bytes"}
         for sizes in ({"LAB_DEPTH": "2"}, {"LAB_DEPTH": "3"}, {"LAB_BATCH": "6"})
     )
-    everything = 2 * 3 * 8 * 12 * 4  # K and V of a layer
-    of_a_layer = 12 * 12 * 12 + 13 * 12  # its parameters
+    kv_bytes = 2 * 3 * 8 * 12 * 4  # K and V of a layer
+    layer_parameters = 12 * 12 * 12 + 13 * 12  # its parameters
     for name, share in {"gathered": 1.0, "ring": 1.5, "zigzag": 1.5, "shift": 1.0, "ulysses": 1.0}.items():
-        assert deeper[name].value[0] - one[name].value[0] == pytest.approx(share * everything + 4 * of_a_layer)
-        assert larger[name].value[0] - one[name].value[0] == pytest.approx(2 * share * everything)
+        assert deeper[name].value[0] - one[name].value[0] == pytest.approx(share * kv_bytes + 4 * layer_parameters)
+        assert larger[name].value[0] - one[name].value[0] == pytest.approx(2 * share * kv_bytes)
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
+def test_the_default_length_balances_zigzag(world_size: int) -> None:
     config = Config.read({"RUN_MODE": "cp", "WORLD_SIZE": str(world_size)})
     work = predicted_share("zigzag", config)
     assert work.share == 1.0
@@ -94,7 +94,7 @@ def test_the_default_length_folds_evenly_on_all_ranks(world_size: int) -> None:
 
 @pytest.mark.parametrize("seq", [2, 5, 16, 37, 64, 130])
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: int) -> None:
+def test_the_balance_tolerance_covers_uneven_lengths(seq: int, world_size: int) -> None:
     config = config_of(world_size, LAB_SEQ=str(seq))
     for name in BY_HAND:
         work = predicted_share(name, config)
@@ -102,7 +102,7 @@ def test_what_is_tolerated_is_what_rows_make_and_no_more(seq: int, world_size: i
     assert tolerance(config_of(4, LAB_SEQ="800")) == 0.02
 
 
-def test_the_first_keys_are_asked_for_before_anything_is_computed() -> None:
+def test_the_first_keys_are_requested_before_computing() -> None:
     config = config_of(3, LAB_DEPTH="1")
     assert expected_order("zigzag", config, 0) == [
         RECEIVE, COMPUTE, RECEIVE, COMPUTE, COMPUTE,
@@ -114,7 +114,7 @@ def test_the_first_keys_are_asked_for_before_anything_is_computed() -> None:
 # --- whole runs ---
 
 
-def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> None:
+def test_a_run_of_three_ranks_reports_its_balance(runs: Runs) -> None:
     ran = runs(3, RUN_MODE="cp", LAB_DEPTH="1", LAB_SEQ="30")
     assert failed(ran.judged) == set()
     balance = {each["variant"]: each for each in ran.judged["comparisons"] if each["name"] == "balance"}
@@ -124,7 +124,7 @@ def test_a_run_of_three_ranks_passes_and_tells_who_does_how_much(runs: Runs) -> 
     assert "Causal work" in (ran.folder / "rank0.log").read_text()
 
 
-def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) -> None:
+def test_stored_bytes_of_a_small_model_include_positions(runs: Runs) -> None:
     sizes = {"LAB_WIDTH": "8", "LAB_DEPTH": "2", "LAB_SEQ": "32", "LAB_STEPS": "2", "LAB_PROOF": "0"}
     ran = runs(1, RUN_MODE="cp", LAB_VARIANT="gathered,ring", **sizes)
     assert failed(ran.judged) == set()
@@ -133,20 +133,20 @@ def test_what_a_small_model_keeps_is_predicted_with_its_positions(runs: Runs) ->
     assert all(each["measured"] == pytest.approx(each["predicted"], rel=1e-3) for each in rest), rest
 
 
-# --- what cannot run ---
+# --- PyTorch's variant ---
 
 
-def said(group: dist.ProcessGroup, config: Config) -> str:
-    """What PyTorch says of its own on this machine."""
+def error_of_torch(group: dist.ProcessGroup, config: Config) -> str:
+    """Return the error message of PyTorch's context parallelism on this machine."""
     strategy = strategy_of("context_parallel", group, config, torch.float32)
     try:
-        strategy.backward(dealt(config, group, 0, proof=False))
+        strategy.backward(microbatches_of(config, group, 0, proof=False))
     except Exception as error:
         return str(error)
     return ""
 
 
-def test_pytorchs_context_parallel_still_has_no_path_for_the_cpu(ranks: Ranks) -> None:
-    for words in ranks(2, said, config_of(2, LAB_SEQ="8", LAB_DEPTH="1")):
+def test_pytorchs_context_parallel_still_fails_on_the_cpu(ranks: Ranks) -> None:
+    for words in ranks(2, error_of_torch, config_of(2, LAB_SEQ="8", LAB_DEPTH="1")):
         assert "does not have a sharding strategy registered" in words
         assert "_scaled_dot_product_flash_attention_for_cpu" in words

@@ -143,7 +143,7 @@ def test_three_ranks_lose_two_in_each_variant(runs: Runs, rescale: str) -> None:
     assert variants == set(load("elastic").requested(()).names)
 
 
-def test_losses_leave_a_survivor_and_are_the_same_on_all_ranks() -> None:
+def test_drawn_losses_leave_a_survivor_and_are_repeatable() -> None:
     losses = draw_losses(7, [0, 1, 2], 20, 5, returns=False)
     assert losses == draw_losses(7, [0, 1, 2], 20, 5, returns=False)
     assert len({loss.rank for loss in losses}) == len(losses) == 2
@@ -192,11 +192,11 @@ def test_right_times_of_a_change_pass() -> None:
     [
         (CHANGE, NEXT, 200.0),  # from the agreement
         (CHANGE, AGREED, 40.0),  # from the meeting
-        (CHANGE._replace(began_at=100.04), "", 0.0),  # it began after the agreement
+        (CHANGE._replace(began_at=100.04), "", 0.0),  # the change began after the agreement
         (CHANGE._replace(next_step_at=100.4), "", 0.0),  # not the first step after it
     ],
 )
-def test_times_not_counted_from_the_begin_of_a_change_fail(
+def test_times_with_a_wrong_start_fail(
     monkeypatch: pytest.MonkeyPatch, event: Event, column: str, shown_ms: float
 ) -> None:
     def shown_row(event: Event, first_at: float) -> list[Any]:
@@ -207,7 +207,7 @@ def test_times_not_counted_from_the_begin_of_a_change_fail(
     assert len(list(time_faults(event, [99.9, 100.25, 100.4]))) == 1
 
 
-def test_a_row_has_times_since_the_first_step_or_none_without_a_step() -> None:
+def test_a_row_without_a_next_step_has_no_times() -> None:
     assert event_row(CHANGE, 90.0)[-3:] == [50.0, 250.0, 10.25]
     assert event_row(CHANGE._replace(next_step_at=0.0), 90.0)[-3:] == [50.0, "", ""]
 

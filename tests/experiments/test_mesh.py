@@ -1,4 +1,4 @@
-"""What is special in a mesh: its one norm, checkpoints between products of axes, the layout on paper, and LAB_MESH."""
+"""Meshes: the norm over all axes, checkpoints read with another mesh, the placement of parameters, and LAB_MESH."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ from distlab.lab.workload.model import build_model, outline
 from distlab.lab.workload.reference import train
 from tests.experiments.test_proofs import SMALL, TUNED
 from tests.labs import built
-from tests.trained import TOLERANCE, batches_of, farthest
+from tests.trained import TOLERANCE, batches_of, largest_difference
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -30,15 +30,15 @@ def config_of(world_size: int, mesh: str, **settings: str) -> Config:
 
 
 def norms(group: dist.ProcessGroup, config: Config, names: tuple[str, ...]) -> dict[str, float]:
-    """The norm that each variant clips by."""
-    found = {}
+    """Return the gradient norm that each variant clips by."""
+    norms_by_variant = {}
     for name in names:
         strategy = built(MODE, name, build_model(config, config.seed).double(), group, config)
         mesh = strategy.mesh
         strategy.backward(batches_of(config).microbatches(0, mesh.index("dp"), mesh.size("dp")))
         strategy.update()
-        found[name] = strategy.norm.item()
-    return found
+        norms_by_variant[name] = strategy.norm.item()
+    return norms_by_variant
 
 
 def test_each_element_counts_once_in_the_norm(ranks: Ranks) -> None:
@@ -53,12 +53,12 @@ def test_each_element_counts_once_in_the_norm(ranks: Ranks) -> None:
 # --- checkpoints ---
 
 
-def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) -> dict[str, float]:
-    """Take `step` from the checkpoint before it, where there is one, and write the next; the worst difference to one
-    process then, of each kind and variant, on rank 0."""
-    found = {}
+def differences_after_step(group: dist.ProcessGroup, config: Config, step: int, folder: Path) -> dict[str, float]:
+    """Train `step` from the previous checkpoint, if there is one, and write the next; returns on rank 0 the largest
+    difference to one process per kind and variant."""
+    differences = {}
     (*_, last) = train(MODE.model(config, config.seed).double(), batches_of(config), config, step + 1)
-    for name in KEPT:
+    for name in SAVED:
         strategy = built(MODE, name, MODE.model(config, config.seed).double(), group, config)
         mesh, state = strategy.mesh, strategy.state_dict()
         if step:
@@ -70,33 +70,33 @@ def going_on(group: dist.ProcessGroup, config: Config, step: int, folder: Path) 
         for kind in ("weights", "optimizer"):
             dense = dict(strategy.full(kind))
             if group.rank() == 0:
-                found[f"{name} {kind}"] = farthest(dense, getattr(last, kind))
-    return found
+                differences[f"{name} {kind}"] = largest_difference(dense, getattr(last, kind))
+    return differences
 
 
-KEPT = ("1f1b", "zero3")
+SAVED = ("1f1b", "zero3")
 
 
-def test_a_checkpoint_of_one_product_is_read_by_another_and_back(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoints_can_be_read_with_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
     for step, mesh in enumerate(("dp2,cp2,tp2", "pp2,dp2", "tp2,cp2")):
         size = math.prod(int(each[2:]) for each in mesh.split(","))
-        found, *_ = ranks(size, going_on, config_of(size, mesh, LAB_DEPTH="3", **TUNED), step, tmp_path)
-        assert len(found) == 2 * len(KEPT)
+        found, *_ = ranks(size, differences_after_step, config_of(size, mesh, LAB_DEPTH="3", **TUNED), step, tmp_path)
+        assert len(found) == 2 * len(SAVED)
         assert max(found.values()) <= TOLERANCE, (mesh, found)
 
 
-# --- what is held ---
+# --- the placement of parameters ---
 
 
-def test_every_parameter_has_a_place_and_every_element_one_owner() -> None:
+def test_every_element_has_one_owner() -> None:
     config = config_of(6, "pp2,tp3", LAB_TIE="1")
     sizes = sizes_of("pp2,tp3", 6)
     total = 0
     for rank in range(6):
-        held = Rank(config, sizes, rank, HOW["1f1b"])
-        for local in [local for unit in held.units for local in unit]:
-            twice = local.shared and not held.is_first
-            total += local.numel if not twice and (not local.whole or held.at["tp"] == 0) else 0
+        placed = Rank(config, sizes, rank, HOW["1f1b"])
+        for local in [local for unit in placed.units for local in unit]:
+            is_second_copy = local.shared and not placed.is_first
+            total += local.numel if not is_second_copy and (not local.whole or placed.at["tp"] == 0) else 0
     assert total == outline(config).num_parameters()
 
 
@@ -105,7 +105,7 @@ def test_the_last_axis_is_the_innermost() -> None:
     assert [at(rank, sizes)["tp"] for rank in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_replicas_are_counted_in_the_order_of_the_grid() -> None:
+def test_replica_numbers_follow_the_order_of_axes() -> None:
     config, sizes = config_of(8, "dp2,tp2,cp2"), {"dp": 2, "tp": 2, "cp": 2, "pp": 1}
     ranks = [Rank(config, sizes, rank, HOW["zero3"]) for rank in range(8)]
     assert [rank.replica for rank in ranks] == [0, 1, 0, 1, 2, 3, 2, 3]
@@ -116,11 +116,11 @@ def test_replicas_are_counted_in_the_order_of_the_grid() -> None:
         assert sum(owned(ranks[place], unit) for place in (0, 1, 4, 5)) == sum(local.numel for local in unit)
 
 
-# --- what makes a check fail ---
+# --- checks that must fail ---
 
 
-def lab_of_rank_0() -> Any:
-    """A rank that notes what it is held to."""
+def recording_lab() -> Any:
+    """Return a lab of rank 0 that records which comparisons pass."""
     claims: dict[str, bool] = {}
 
     def compare(name: str, predicted: float, measured: float, _unit: str, tolerance: float, *_: str, **__: str) -> None:
@@ -131,15 +131,15 @@ def lab_of_rank_0() -> Any:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_bytes_along_a_wrong_axis_fail(swapped: bool) -> None:
-    lab = lab_of_rank_0()
+    lab = recording_lab()
     rank = Rank(lab.config, {"dp": 2, "tp": 2, "pp": 1, "cp": 1}, 0, HOW["1f1b"])
-    took = {"dp": "tp", "tp": "dp"} if swapped else {"dp": "dp", "tp": "tp"}
-    called = [CalledOp("sum", took[axis], cost.calls, 0, cost.nbytes) for axis, cost in by_axis(rank).items()]
+    axis_of = {"dp": "tp", "tp": "dp"} if swapped else {"dp": "dp", "tp": "tp"}
+    called = [CalledOp("sum", axis_of[axis], cost.calls, 0, cost.nbytes) for axis, cost in by_axis(rank).items()]
     compare_axes(lab, "1f1b", rank, SimpleNamespace(traffic=Traffic(called, {})))  # type: ignore[arg-type]
     assert lab.claims == {f"called bytes over {axis}": not swapped for axis in ("dp", "tp")}
 
 
-def test_gradients_of_ranks_with_other_positions_go_over_both_axes() -> None:
+def test_gradients_are_summed_over_dp_and_cp() -> None:
     config = config_of(4, "dp2,cp2")
     costs = by_axis(Rank(config, {"dp": 2, "cp": 2, "tp": 1, "pp": 1}, 0, HOW["1f1b"]))
     assert set(costs) == {"dp", "cp", "dp_cp"}
@@ -152,7 +152,7 @@ def test_gradients_of_ranks_with_other_positions_go_over_both_axes() -> None:
 @pytest.mark.parametrize(
     ("world_size", "sizes"), [(1, (1, 1, 1, 1)), (2, (1, 2, 1, 1)), (6, (1, 3, 1, 2)), (8, (2, 2, 1, 2))]
 )
-def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]) -> None:
+def test_the_default_mesh_fits_the_world_size(world_size: int, sizes: tuple[int, ...]) -> None:
     assert tuple(default(world_size).values()) == sizes  # pp, dp, cp, tp
     assert math.prod(sizes) == world_size
 
@@ -175,13 +175,13 @@ def test_unset_it_is_a_product_that_fits(world_size: int, sizes: tuple[int, ...]
         ("dp2 tp4", "is no mesh"),
     ],
 )
-def test_what_is_no_grid_is_refused_in_a_sentence(mesh: str, fault: str) -> None:
+def test_an_invalid_mesh_is_refused_in_one_sentence(mesh: str, fault: str) -> None:
     found = misfit(mesh, 8)
     assert len(found) == bool(fault)
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
 
 
-def test_what_cannot_run_says_why() -> None:
+def test_impossible_variants_have_a_reason() -> None:
     reasons = MODE.cannot(config_of(2, "dp2"))
     assert "a tp of 2 or more" in reasons["sequence"]
     assert "a cp of 2 or more" in reasons["ulysses"]

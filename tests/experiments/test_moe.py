@@ -1,4 +1,4 @@
-"""Experts on ranks, the whole experiment: proven with drops and without, bytes by what was routed, at odd sizes."""
+"""Whole moe runs at uneven sizes: proven with and without dropped tokens, with bytes computed from the routing."""
 
 import time
 from dataclasses import replace
@@ -54,8 +54,8 @@ def config_of(world_size: int, **settings: str) -> Config:
     return Config.read(TINY | {"RUN_MODE": "moe", "WORLD_SIZE": str(world_size)} | settings)
 
 
-# What could go wrong together: drops, a switch, fewer experts than ranks, tied ends, batches that divide by
-# nothing; four ranks have two axes.
+# Settings that could go wrong together: dropped tokens, top-1 routing, fewer experts than ranks, tied ends, uneven
+# batches; four ranks have two axes.
 MIXES: list[tuple[int, dict[str, str]]] = [
     (3, BIG | {"LAB_EXPERTS": "5", "LAB_CAPACITY": "0.7", "LAB_BATCH": "7", "LAB_TIE": "1", "LAB_DEPTH": "1"}),
     (4, BIG | {"LAB_EXPERTS": "3", "LAB_TOP_K": "1", "LAB_MODEL": "mlp", "LAB_BATCH": "13"}),
@@ -70,16 +70,16 @@ MIXES: list[tuple[int, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "settings"), MIXES, ids=["drops", "mesh", "bfloat16", "alone", "three axes"])
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, records = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "moe", "LAB_STEPS": "3"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
     proof = {"losses", "gradients", "weights"} | (
         {"optimizer state", "clipped gradients"} if "LAB_CLIP" in settings else set()
     )
-    could = set(OURS) - set(MODE.cannot(config_of(world_size, **settings)))
-    assert could & {"ep_dp", "ep_dp_tp"} == {4: {"ep_dp"}, 8: {"ep_dp_tp"}}.get(world_size, set())
-    for name in could:
+    possible = set(OURS) - set(MODE.cannot(config_of(world_size, **settings)))
+    assert possible & {"ep_dp", "ep_dp_tp"} == {4: {"ep_dp"}, 8: {"ep_dp_tp"}}.get(world_size, set())
+    for name in possible:
         assert {(name, claim) for claim in proof | {"capacity", "wire bytes", "calls", "rest bytes"}} <= names
         assert ((name, "copies") in names) == (name in ("ep_dp", "ep_dp_tp"))
     charts = [chart.title for _, chart in select(records, Chart)]
@@ -87,27 +87,27 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     assert any("by the rank they come from" in title for title in charts)
     assert any("busiest rank" in title for title in charts)
     tables = [table for _, table in select(records, Table) if "the last step" in table.title]
-    assert len(tables) == len(could) + 1  # and PyTorch's
+    assert len(tables) == len(possible) + 1  # and PyTorch's
     assert all(len(table.rows) == world_size for table in tables)
 
 
-def test_what_is_dropped_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_dropped_tokens_are_reported(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"LAB_MODEL": "mlp", "LAB_CAPACITY": "0.5", "LAB_EXPERTS": "4", "LAB_VARIANT": "ep"}
     _, records = run_experiment(ranks, 2, tmp_path, **({"RUN_MODE": "moe"} | settings))
     details = [check.detail for _, check in select(records, Check) if check.name == "capacity"]
-    assert len(set(details)) == 1  # all ranks know all
-    dropped, asked = int(details[0].split()[0]), int(details[0].split()[2])
-    assert asked == 16 * 2 * 2 * (4 + 3)  # tokens, choices, layers; steps that were timed, and recorded
-    assert asked / 2 <= dropped < asked
+    assert len(set(details)) == 1  # all ranks record the same totals
+    dropped, choices = int(details[0].split()[0]), int(details[0].split()[2])
+    assert choices == 16 * 2 * 2 * (4 + 3)  # tokens, choices, layers; timed and recorded steps
+    assert choices / 2 <= dropped < choices
 
 
-def test_the_proof_is_of_steps_that_drop_tokens(ranks: Ranks) -> None:
-    admitted, wanted = ranks(2, routed_of, config_of(2, LAB_CAPACITY="0.5", LAB_MODEL="mlp"))[0]
+def test_the_proof_covers_steps_that_drop_tokens(ranks: Ranks) -> None:
+    admitted, wanted = ranks(2, count_rows, config_of(2, LAB_CAPACITY="0.5", LAB_MODEL="mlp"))[0]
     assert admitted < wanted
 
 
-def routed_of(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
-    """Rows that experts took in the first step of ep, and that tokens wanted."""
+def count_rows(group: dist.ProcessGroup, config: Config) -> tuple[int, int]:
+    """Return the number of rows that experts admitted in the first step of ep, and that tokens requested."""
     routes = Routes()
     strategy = strategy_of("ep", group, config, routes)
     strategy.backward(batches_of(config).microbatches(0, group.rank(), group.size()))
@@ -124,11 +124,11 @@ def batches_of(config: Config) -> Batches:
     return Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float64)
 
 
-# --- what is claimed ---
+# --- predictions and checks ---
 
 
-def test_what_travels_is_what_others_hold() -> None:
-    """Rows [n][E] of three ranks; ep on them has experts 0 and 1, 2, 3."""
+def test_only_rows_for_other_ranks_are_sent() -> None:
+    """Rows [rank][expert] of three ranks; with ep their experts are 0 and 1, 2, and 3."""
     admitted = [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 9]]
     placement = Placement.spread(4, 8, ep=3)
     assert travels(placement, 0, admitted) == (3 + 4, 5 + 6, 3)
@@ -138,14 +138,14 @@ def test_what_travels_is_what_others_hold() -> None:
     assert rows_of(Placement.spread(4, 8, copies=3), Routed([], admitted, 0)) == [10, 26, 9]
 
 
-def test_predictions_are_those_of_the_formulas() -> None:
+def test_predictions_equal_the_formulas() -> None:
     config = config_of(4, LAB_DEPTH="1", LAB_MODEL="mlp", LAB_EXPERTS="4", LAB_TOP_K="1", LAB_BATCH="16")
     mixed, ranks = mixing(config), 4
     found = {(each.variant, each.name): each for each in predict(config, mixed)}
     dense, expert = 2 * 16 + 4 * 16, 2 * 16 * 64  # norm and router; an expert
-    tables = 3 * 4 * 8  # a number an expert to three others
+    tables = 3 * 4 * 8  # one number per expert to three other ranks
     assert found["replicated", "wire bytes"].value == (1.5 * 4 * (dense + 4 * expert) + tables,) * ranks
-    # Each rank's 4 tokens go evenly to 4 experts: 3 leave and 3 come.
+    # Each rank's 4 tokens go evenly to 4 experts: 3 rows leave a rank and 3 arrive.
     assert found["ep", "wire bytes"].value == (1.5 * 4 * dense + tables + 2 * 6 * 16 * 4,) * ranks
     assert found["ep", "rest bytes"].value == (8.0 * (dense + expert),) * ranks
     assert found["replicated", "rest bytes"].value == (8.0 * (dense + 4 * expert),) * ranks
@@ -153,13 +153,13 @@ def test_predictions_are_those_of_the_formulas() -> None:
     assert not found["replicated", "wire bytes"].shown
     routed = predict(config, mixed, {"ep": [[[4, 0, 0, 0]] * 4]})
     (wire,) = [each for each in routed if each.name == "wire bytes"]
-    beside = 1.5 * 4 * dense + tables
-    assert wire.value == (beside + 2 * 12 * 16 * 4, *[beside + 2 * 4 * 16 * 4] * 3)
+    other_bytes = 1.5 * 4 * dense + tables
+    assert wire.value == (other_bytes + 2 * 12 * 16 * 4, *[other_bytes + 2 * 4 * 16 * 4] * 3)
     assert not wire.shown
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_parameters_are_foretold_as_they_are(name: str) -> None:
+def test_predicted_parameters_equal_the_models(name: str) -> None:
     config = config_of(2, LAB_MODEL=name, LAB_EXPERTS="5")
     found = MODE.model(config, 1).num_parameters()
     assert outline(config).num_parameters() + MODE.more_parameters(config) == found
@@ -167,7 +167,7 @@ def test_parameters_are_foretold_as_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "divisor"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4)])
-def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
+def test_two_axes_split_the_number_of_ranks(number: int, divisor: int) -> None:
     assert proper_divisor(number) == divisor
     for name, placement in placements(config_of(number), mixing(config_of(number))).items():
         assert placement.ranks_of_a_copy * placement.copies == number, name
@@ -176,7 +176,7 @@ def test_two_axes_are_a_divisor_and_the_rest(number: int, divisor: int) -> None:
 @pytest.mark.parametrize(
     ("mesh", "variant"), [("dp2,ep4", "ep_dp"), ("ep2,tp4", "ep_tp"), ("dp2,ep2,tp2", "ep_dp_tp"), ("ep8", "ep")]
 )
-def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: str) -> None:
+def test_lab_mesh_sets_the_grid_of_the_matching_variant(mesh: str, variant: str) -> None:
     config = config_of(8, LAB_MESH=mesh)
     sizes = {each[:2]: int(each[2:]) for each in mesh.split(",")}
     assert grids(config)[variant] == {"dp": 1, "ep": 1, "tp": 1} | sizes
@@ -199,7 +199,7 @@ def test_lab_mesh_is_the_grid_of_the_variant_with_its_axes(mesh: str, variant: s
         ("2,4", "is no grid of experts"),
     ],
 )
-def test_what_is_no_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
+def test_an_invalid_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
     found = misfit(mesh, 8)
     assert len(found) == bool(fault)
     assert all(fault in sentence and "LAB_MESH=" in sentence for sentence in found)
@@ -208,8 +208,8 @@ def test_what_is_no_grid_of_experts_is_refused(mesh: str, fault: str) -> None:
 SETTINGS = {"LAB_EXPERTS": "2", "LAB_TOP_K": "1", "LAB_BATCH": "8", "LAB_MODEL": "mlp"}
 
 
-def claims_of(routed: Routed, **settings: str) -> list[Any]:
-    """What the check of capacity says of one layer's batch."""
+def capacity_claims(routed: Routed, **settings: str) -> list[Any]:
+    """Return the claims of the capacity check for one layer's batch."""
     config, routes = config_of(2, **settings), Routes()
     routes.timed = {"ep": {"layers.0.mlp": [routed]}}
     claims: list[Any] = []
@@ -218,23 +218,25 @@ def claims_of(routed: Routed, **settings: str) -> list[Any]:
     return claims
 
 
-@pytest.mark.parametrize(("taken", "off"), [([[4, 0], [1, 3]], 0), ([[3, 0], [1, 3]], 1), ([[4, 0], [3, 3]], 2)])
-def test_an_expert_that_takes_another_number_is_seen(taken: list[list[int]], off: int) -> None:
-    """Eight tokens of mlp choose one of two experts, five of them the first, which has ceil(1.25·8/2) = 5 places."""
-    routed = Routed([[[4, 0]], [[1, 3]]], taken, 5)
-    capacity, choices = claims_of(routed, **SETTINGS)
-    assert capacity[:3] == ("capacity", off, 0)
+@pytest.mark.parametrize(
+    ("admitted", "difference"), [([[4, 0], [1, 3]], 0), ([[3, 0], [1, 3]], 1), ([[4, 0], [3, 3]], 2)]
+)
+def test_a_wrong_number_of_admitted_rows_fails(admitted: list[list[int]], difference: int) -> None:
+    """Eight tokens choose one of two experts. Five choose the first, which has ceil(1.25·8/2) = 5 places."""
+    routed = Routed([[[4, 0]], [[1, 3]]], admitted, 5)
+    capacity, choices = capacity_claims(routed, **SETTINGS)
+    assert capacity[:3] == ("capacity", difference, 0)
     assert choices[:3] == ("choices", 0, 0)
 
 
-@pytest.mark.parametrize(("asked", "dropped", "off"), [(8, 1, 0), (9, 1, 2), (7, 1, 2), (8, 0, 1), (9, 2, 1)])
-def test_choices_that_are_counted_wrong_fail(asked: int, dropped: int, off: int) -> None:
-    """Eight tokens choose one expert each, and seven are taken: one that is dropped is a choice once."""
+@pytest.mark.parametrize(("choices", "dropped", "difference"), [(8, 1, 0), (9, 1, 2), (7, 1, 2), (8, 0, 1), (9, 2, 1)])
+def test_wrong_counts_of_choices_fail(choices: int, dropped: int, difference: int) -> None:
+    """Eight tokens choose one expert each, and seven are admitted: the dropped one still counts as a choice."""
     notes = {"layers.0.mlp": [Routed([[[4, 0]], [[1, 3]]], [[3, 0], [1, 3]], 5)]}
     claims: list[Any] = []
     lab: Any = SimpleNamespace(config=config_of(2, **SETTINGS), check=lambda *claim, **_: claims.append(claim))
-    check_choices(lab, "ep", notes, asked, dropped, 1)
-    assert [claim[:3] for claim in claims] == [("choices", off, 0)]
+    check_choices(lab, "ep", notes, choices, dropped, 1)
+    assert [claim[:3] for claim in claims] == [("choices", difference, 0)]
 
 
 def test_the_busiest_rank_sets_the_pace() -> None:
@@ -250,26 +252,26 @@ def test_the_busiest_rank_sets_the_pace() -> None:
     ]
 
 
-def test_each_experts_tokens_are_drawn_as_they_were_routed() -> None:
-    """Two ranks, two choices of each token, two experts of which the first has three places."""
+def test_the_charts_show_the_tokens_of_each_expert() -> None:
+    """Two ranks, two choices per token, and two experts, of which the first has three places."""
     routed = Routed([[[2, 0], [0, 2]], [[2, 1], [1, 2]]], [[2, 2], [1, 3]], 3)
     charts: dict[str, Any] = {}
     lab: Any = SimpleNamespace(chart=lambda title, _x, _y, series: charts.update({title.partition(": ")[2]: series}))
     mixed = mixing(config_of(2, LAB_EXPERTS="2"))
     draw_experts(lab, "ep", {"layers.0.mlp": [routed]}, mixed)
-    of_each, by_whom = charts.values()
-    assert of_each == {"wanted": [[0, 1], [5, 5]], "taken": [[0, 1], [3, 5]], "places": [[0, 1], [3, 3]]}
-    assert by_whom == {"rank 0": [[0, 1], [2, 2]], "rank 1": [[0, 1], [3, 3]]}
+    by_kind, by_rank_of_origin = charts.values()
+    assert by_kind == {"wanted": [[0, 1], [5, 5]], "taken": [[0, 1], [3, 5]], "places": [[0, 1], [3, 3]]}
+    assert by_rank_of_origin == {"rank 0": [[0, 1], [2, 2]], "rank 1": [[0, 1], [3, 3]]}
 
 
-def test_experts_pretend_to_compute_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_sleep_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     rows = torch.ones(3, 2, requires_grad=True)
-    done = compute_and_sleep(lambda rows, _: 2 * rows, 0.5, rows, [1, 2])
-    done.sum().backward()
+    output = compute_and_sleep(lambda rows, _: 2 * rows, 0.5, rows, [1, 2])
+    output.sum().backward()
     assert seconds == [1.5, 3.0]
-    assert bool((done == 2).all())
+    assert bool((output == 2).all())
     assert rows.grad is not None
     assert bool((rows.grad == 2).all())
 
@@ -291,23 +293,23 @@ def test_a_step_is_paced_by_each_layers_busiest_rank() -> None:
     assert len(claims) == 1
 
 
-def test_notes_of_the_timed_steps_are_told_from_the_others() -> None:
+def test_routes_of_timed_steps_are_kept_apart() -> None:
     routes = Routes()
     strategy = SimpleNamespace(model=SimpleNamespace(mixtures={"layers.0.mlp": SimpleNamespace(seen=None)}))
     ((variant,),) = [[each for each in MODE.variants if each.name == "ep"]]
     mode = replace(MODE, variants=(replace(variant, build=lambda *_: strategy),))
     build = routes.watching(mode).variants[0].build
     assert build is not None
-    mixture, made = strategy.model.mixtures["layers.0.mlp"], []
+    mixture, notes = strategy.model.mixtures["layers.0.mlp"], []
     for number in range(3):  # the proof, the timed steps, the counted one
         build(strategy.model, None, None)
         mixture.seen.append(number)
-        made.append(mixture.seen)
+        notes.append(mixture.seen)
         if number == 1:
             routes.timed_steps_are_done()
     routes.all_is_done()
-    assert routes.timed["ep"]["layers.0.mlp"] is made[1]
-    assert routes.counted["ep"]["layers.0.mlp"] is made[2]
+    assert routes.timed["ep"]["layers.0.mlp"] is notes[1]
+    assert routes.counted["ep"]["layers.0.mlp"] is notes[2]
 
 
 def test_tokens_are_bytes_of_text_or_samples() -> None:
@@ -315,10 +317,10 @@ def test_tokens_are_bytes_of_text_or_samples() -> None:
     assert tokens_of(config_of(2, LAB_MODEL="mlp", LAB_MICROBATCHES="3")) == [6, 5, 5]
 
 
-def test_what_stays_is_computed_where_it_is() -> None:
+def test_no_dispatch_keeps_rows_on_their_rank() -> None:
     stays = NoDispatch(1)
     assert stays.send_order([[1, 2], [0, 3]]).tolist() == [0, 1, 2]
-    assert stays("rows", [[1, 2], [0, 3]], lambda *given: given) == ("rows", [0, 3])  # type: ignore[arg-type]
+    assert stays("rows", [[1, 2], [0, 3]], lambda *arguments: arguments) == ("rows", [0, 3])  # type: ignore[arg-type]
 
 
 def test_balance_is_a_loss_or_nothing() -> None:
@@ -331,17 +333,17 @@ def test_balance_is_a_loss_or_nothing() -> None:
     ("tokens", "top_k", "experts", "factor", "places"),
     [(1024, 2, 8, 1.25, 320), (1024, 1, 8, 1.0, 128), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0, 11)],
 )
-def test_places(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
+def test_capacity_per_expert(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
     assert expert_places(tokens, top_k, experts, factor) == places
 
 
-def test_a_row_goes_there_and_back_twice() -> None:
-    """One that leaves: itself, and backward the gradient of what came back; one that comes: the other two."""
+def test_row_bytes_cover_forward_and_backward() -> None:
+    """A row that leaves is sent forward, and its result's gradient backward; one that arrives causes the other two."""
     assert row_bytes(1, 0, 5) == row_bytes(0, 1, 5) == 2 * 5 * 4
     assert row_bytes(3, 4, 5, itemsize=8) == 14 * 5 * 8
 
 
-def test_even_rows_are_rows_that_all_ranks_give_alike() -> None:
-    """64 tokens on 4 ranks choose 2 of 8 experts: 8 rows from each rank to each."""
+def test_even_rows_are_equal_on_all_ranks() -> None:
+    """64 tokens on 4 ranks choose 2 of 8 experts: each rank sends 8 rows to each rank."""
     assert even_row_bytes(4, 64, 2, 5) == row_bytes(3 * 8, 3 * 8, 5)
     assert even_row_bytes(1, 64, 2, 5) == 0

@@ -1,4 +1,4 @@
-"""What is special in pipelines: tied ends, what is in flight, pretended compute, formulas, and what a step leaves."""
+"""Pipelines: tied ends, microbatches in flight, simulated compute, formulas, and tensors left by a step."""
 
 import gc
 import time
@@ -23,7 +23,7 @@ from distlab.techniques.pipeline_parallel.pipeline import Pipeline
 from distlab.techniques.pipeline_parallel.pretend import pretend_compute
 from tests.experiments.test_proofs import SMALL, TORCHS_PIPES, ours
 from tests.labs import built, failed_with
-from tests.trained import able, batches_of, counted, dealt, strategy_of
+from tests.trained import batches_of, counted, microbatches_of, runnable, strategy_of
 from tests.warm_ranks import Ranks
 
 TORCHS = TORCHS_PIPES
@@ -36,28 +36,28 @@ def config_of(world_size: int, **settings: str) -> Config:
     return Config.read(SMALL["pp"] | {"RUN_MODE": "pp", "WORLD_SIZE": str(world_size)} | settings)
 
 
-def tied(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
+def tied_weights(group: dist.ProcessGroup, config: Config) -> list[Tensor | None]:
     weights = []
-    for name in able(config, OURS):
+    for name in runnable(config, OURS):
         strategy = strategy_of(name, group, config)
         for step in range(3):
-            strategy.backward(dealt(config, group, step))
+            strategy.backward(microbatches_of(config, group, step))
             strategy.update()
         weight = strategy.parts.parameters.get("layers.0.token.weight")
         weights.append(None if weight is None else weight.detach())
     return weights
 
 
-def test_tied_weights_stay_equal_to_the_bit(ranks: Ranks) -> None:
-    first, middle, last = ranks(3, tied, config_of(3, LAB_TIE="1", LAB_CLIP="0.05", LAB_OPTIMIZER="adamw"))
+def test_tied_weights_stay_bitwise_equal(ranks: Ranks) -> None:
+    first, middle, last = ranks(3, tied_weights, config_of(3, LAB_TIE="1", LAB_CLIP="0.05", LAB_OPTIMIZER="adamw"))
     assert middle == [None] * 7
-    assert last.pop(-2) is None  # folded stages have both ends of the model on the first rank, and one copy
+    assert last.pop(-2) is None  # with folded stages the first rank has both ends and the only copy
     assert first.pop(-2) is not None
     assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
 
 
 def test_an_undivided_loss_makes_gradients_m_times_too_large(ranks: Ranks) -> None:
-    settings = {"LAB_BATCH": "13", "LAB_MICROBATCHES": "13"}  # one sample each: all means weigh the same
+    settings = {"LAB_BATCH": "13", "LAB_MICROBATCHES": "13"}  # one sample per microbatch, so all means weigh the same
     right, wrong = (
         ranks(1, first_gradient, config_of(1, **settings, **bug))[0] for bug in ({}, {"LAB_BUG": "undivided_loss"})
     )
@@ -66,15 +66,15 @@ def test_an_undivided_loss_makes_gradients_m_times_too_large(ranks: Ranks) -> No
 
 def first_gradient(group: dist.ProcessGroup, config: Config) -> Tensor:
     strategy = strategy_of("1f1b", group, config)
-    strategy.backward(dealt(config, group, 0))
+    strategy.backward(microbatches_of(config, group, 0))
     gradient: Tensor = dict(strategy.full("gradients"))["layers.3.mlp.up.weight"]
     return gradient
 
 
-# --- what is sent, held and slept ---
+# --- traffic, microbatches in flight and sleep ---
 
 
-def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
+def test_torchs_pipeline_sends_the_predicted_bytes(ranks: Ranks) -> None:
     config = config_of(3, LAB_DTYPE="float64")
     predicted = {claim.variant: claim for claim in MODE.predict(config) if claim.name == "wire bytes"}
     for rank, found in enumerate(ranks(3, counted, config, ("torch_1f1b",))):
@@ -84,7 +84,7 @@ def test_torch_sends_what_is_predicted_for_it(ranks: Ranks) -> None:
             assert predicted[name].shown
 
 
-def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> None:
+def test_microbatches_in_flight_follow_the_schedule(ranks: Ranks) -> None:
     found = ranks(4, counted, config_of(4, LAB_MICROBATCHES="9"), OURS)
     assert [of_rank["1f1b"].in_flight for of_rank in found] == [4, 3, 2, 1]
     assert [of_rank["gpipe"].in_flight for of_rank in found] == [9] * 4
@@ -93,8 +93,8 @@ def test_1f1b_holds_as_many_microbatches_as_the_pipe_is_long(ranks: Ranks) -> No
     assert [of_rank["zbv"].in_flight for of_rank in found] == [8] * 4
 
 
-def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
-    """Seconds that this rank pretends to compute in the second step of each variant, one entry a sleep."""
+def sleep_times(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
+    """Return the seconds of each sleep of this rank in the second step, for each variant."""
     found = {}
     batches = batches_of(config)
     sleeps = list[float]()
@@ -108,9 +108,9 @@ def slept(group: dist.ProcessGroup, config: Config) -> dict[str, list[float]]:
     return found
 
 
-def test_every_variant_pretends_the_same_compute(ranks: Ranks) -> None:
+def test_every_variant_sleeps_equally_long(ranks: Ranks) -> None:
     config = config_of(2, LAB_SLEEP_MS="10")
-    for found in ranks(2, slept, config):
+    for found in ranks(2, sleep_times, config):
         for name, sleeps in found.items():
             assert sum(sleeps) == pytest.approx(4 * 0.030, abs=1e-9), name
         sizes = shard_sizes(16, 4, uneven=True)
@@ -119,13 +119,13 @@ def test_every_variant_pretends_the_same_compute(ranks: Ranks) -> None:
         assert len(found["interleaved"]) == 2 * len(found["gpipe"]) == 24
 
 
-def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int, int, int]:
-    """Parameters of the dense model, those that a rank keeps, and those that are there when the variant is gone."""
+def count_live_parameters(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int, int, int]:
+    """Return the number of parameters of the dense model, of this rank, and after the variant was deleted."""
     model = build_model(config, config.seed).double()
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     strategy = built(MODE, name, model, group, config)
     del model
-    strategy.backward(dealt(config, group, 0))
+    strategy.backward(microbatches_of(config, group, 0))
     strategy.update()
     gc.collect()
     kept = sum(parameter() is not None for parameter in parameters)
@@ -136,16 +136,16 @@ def left_alive(group: dist.ProcessGroup, config: Config, name: str) -> tuple[int
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "torch_1f1b"])
-def test_a_rank_keeps_its_stages_alone_and_nothing_when_they_go(ranks: Ranks, name: str) -> None:
-    (dense, first, gone), (_, second, also_gone) = ranks(2, left_alive, config_of(2), name)
+def test_a_rank_keeps_only_its_own_stages(ranks: Ranks, name: str) -> None:
+    (dense, first, left), (_, second, also_left) = ranks(2, count_live_parameters, config_of(2), name)
     assert first + second == dense
-    assert gone == also_gone == 0
+    assert left == also_left == 0
 
 
-# --- what is claimed ---
+# --- predictions ---
 
 
-def test_predictions_are_those_of_the_papers() -> None:
+def test_predictions_equal_the_papers_formulas() -> None:
     predicted = {(claim.variant, claim.name): claim for claim in MODE.predict(config_of(4, LAB_MICROBATCHES="8"))}
     passed = 16 * 5 * 6 * 4  # B x S x D x 4 bytes
     assert predicted["1f1b", "wire bytes"].value == (passed, 2 * passed, 2 * passed, passed)
@@ -172,39 +172,39 @@ def test_a_variant_that_cannot_run_is_not_predicted() -> None:
     assert set(MODE.cannot(config)) == {"interleaved", "zbv", "dualpipev", *TORCHS}
 
 
-def test_a_slow_rank_pretends_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+def test_a_slow_rank_sleeps_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
     for rank in ("0", "1"):
         settings = {"RUN_MODE": "pp", "RANK": rank, "MASTER_ADDR": "worker0", "WORLD_SIZE": "2", "LAB_BATCH": "4"}
         config = Config.read(settings | {"LAB_SLEEP_MS": "10", "LAB_MICROBATCHES": "2", "LAB_SLOW_RANK": "1:0.5"})
         stage = torch.nn.Linear(3, 3)
         pretend_compute({0: stage}, config, config.own(Options).sleep_ms, {})
         stage(torch.ones(2, 3)).sum().backward()
-    assert slept == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.02])
+    assert seconds == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.02, 0.02])
 
 
-def batch_kept(step: Any) -> Any:
-    """A pipeline knows the batch between two steps."""
+def keep_batch(step: Any) -> Any:
+    """Keep the batch in the pipeline after a step."""
 
-    def stepped(pipeline: Pipeline, inputs: Any, loss: Any) -> Any:
+    def wrong(pipeline: Pipeline, inputs: Any, loss: Any) -> Any:
         pipeline.kept = inputs  # type: ignore[attr-defined]
         return step(pipeline, inputs, loss)
 
-    return stepped
+    return wrong
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {"left of a step": (Pipeline, "step", batch_kept)}
+FAULTS: dict[str, tuple[Any, str, Any]] = {"left of a step": (Pipeline, "step", keep_batch)}
 
 
-def test_what_a_step_leaves_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_tensors_left_by_a_step_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     settings = {"RUN_MODE": "pp", "LAB_VARIANT": "1f1b", "LAB_MICROBATCHES": "6", "LAB_STEPS": "1", "LAB_PROOF": "0"}
     assert "left of a step" in failed_with(ranks, tmp_path, __name__, "left of a step", **settings)
 
 
-def test_what_a_stage_keeps_counts_a_tied_weight_once() -> None:
+def test_stored_bytes_count_a_tied_weight_once() -> None:
     config = config_of(1, LAB_TIE="1", LAB_OPTIMIZER="sgd")
     assert stored_bytes(config, [0], 0) == 2 * 4 * build_model(config, 1).num_parameters()
     assert stored_bytes(config_of(2, LAB_TIE="1"), [0, 1, 1, 0], 1) == stored_bytes(
         config_of(2), [0, 1, 1, 0], 1
-    )  # of no end
+    )  # the second rank's stages have no end of the model

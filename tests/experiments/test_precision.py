@@ -1,4 +1,4 @@
-"""16 bits: the whole experiment, checks that can fail, and what is refused."""
+"""Training in 16 bits: whole runs, checks that must fail, and refused settings."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def config_of(world_size: int = 3, **settings: str) -> Config:
     ],
     ids=["alone", "adamw"],
 )  # fmt: skip
-def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
+def test_a_run_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(ranks, world_size, tmp_path, **({"RUN_MODE": "precision"} | settings))
     assert failed(run) == set()
     names = {(claim["variant"], claim["name"]) for claim in run["checks"] + run["comparisons"]}
@@ -52,20 +52,28 @@ def test_a_run_holds(ranks: Ranks, tmp_path: Path, world_size: int, settings: di
     table = next(r for r in by_rank[0] if isinstance(r, records.Table) and "steps lost" in r.title)
     assert {row[0] for row in table.rows} == set(chosen)
     if world_size == 1:
-        vanish = {row[0]: float(row[table.columns.index("updates without effect")].split()[0]) for row in table.rows}
-        assert vanish["bf16"] > vanish["fp16"] > 5 > vanish["bf16_master"] >= vanish["fp32"] - 1
+        without_effect = {
+            row[0]: float(row[table.columns.index("updates without effect")].split()[0]) for row in table.rows
+        }
+        assert (
+            without_effect["bf16"]
+            > without_effect["fp16"]
+            > 5
+            > without_effect["bf16_master"]
+            >= without_effect["fp32"] - 1
+        )
 
 
 @pytest.mark.parametrize(("model", "sizes"), [("line", "line"), ("mlp", "width 16, depth 2")])
-def test_a_run_states_the_sizes_that_its_model_has(ranks: Ranks, tmp_path: Path, model: str, sizes: str) -> None:
-    """The line has neither a width nor a depth, whatever is set."""
+def test_a_run_prints_the_sizes_of_its_model(ranks: Ranks, tmp_path: Path, model: str, sizes: str) -> None:
+    """The model `line` has neither a width nor a depth, whatever is set."""
     settings = {"LAB_MODEL": model, "LAB_VARIANT": "bf16", "LAB_PROOF": "0", "LAB_STEPS": "1"}
     _, by_rank = run_experiment(ranks, 1, tmp_path, **({"RUN_MODE": "precision"} | settings))
-    (said,) = [r.text for r in by_rank[0] if isinstance(r, records.Said) and r.heading == "predict"]
-    assert said.startswith(f"{sizes}: 2 + 2 bytes")
+    (message,) = [r.text for r in by_rank[0] if isinstance(r, records.Said) and r.heading == "predict"]
+    assert message.startswith(f"{sizes}: 2 + 2 bytes")
 
 
-def test_bytes_at_rest() -> None:
+def test_stored_bytes_per_parameter() -> None:
     sizes, adam = outline(config_of()).sizes, config_of(LAB_OPTIMIZER="adamw")
     wanted = {"fp32": 8, "bf16": 4, "fp16": 4, "fp16_scaled": 4, "bf16_master": 8, "autocast": 8, "plain": 8}
     assert {name: at_rest(config_of(), name).value[0] / sum(sizes) for name in MODE.names} == wanted
@@ -74,10 +82,10 @@ def test_bytes_at_rest() -> None:
     assert {name: (at_rest(adam, name).value[0] - counters) / sum(sizes) for name in MODE.names} == wanted
 
 
-# --- a strategy by itself ---
+# --- single strategies ---
 
 
-def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica, list[Any]]:
+def strategy_and_parts(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica, list[Any]]:
     config = config_of(group.size(), **settings)
     batches = Batches(config, proof=True, device=torch.device("cpu"), dtype=torch.float32)
     strategy = built(MODE, name, build_model(config, config.seed), group, config)
@@ -85,9 +93,9 @@ def made(group: dist.ProcessGroup, name: str, **settings: str) -> tuple[Replica,
     return strategy, batches.microbatches(0, group.rank(), group.size())
 
 
-def overflowed(group: dist.ProcessGroup) -> list[Any]:
-    """One rank alone overflows: all skip, all back off, and nobody's weights move."""
-    strategy, parts = made(group, "fp16_scaled")
+def step_with_overflow(group: dist.ProcessGroup) -> list[Any]:
+    """Let only rank 1 overflow; returns whether the weights stayed, the new scale, and the count of good steps."""
+    strategy, parts = strategy_and_parts(group, "fp16_scaled")
     assert isinstance(strategy, MixedPrecision)
     assert strategy.loss_scale is not None
     before = [parameter.detach().clone() for parameter in strategy.model.parameters()]
@@ -99,40 +107,40 @@ def overflowed(group: dist.ProcessGroup) -> list[Any]:
     return [unmoved, strategy.scale, strategy.loss_scale.good_steps]
 
 
-def test_all_ranks_skip_where_one_overflows(ranks: Ranks) -> None:
-    assert ranks(3, overflowed) == [[True, 32768.0, 0]] * 3
+def test_all_ranks_skip_if_one_overflows(ranks: Ranks) -> None:
+    assert ranks(3, step_with_overflow) == [[True, 32768.0, 0]] * 3
 
 
-def left_out(group: dist.ProcessGroup) -> list[float]:
-    """How far the gradient is off, in epsilons, as it is and where a rank forgets one of its samples."""
-    found = []
+def errors_without_a_sample(group: dist.ProcessGroup) -> list[float]:
+    """Return the error of the gradient in epsilons, with all samples and without one of rank 1's."""
+    gradients = []
     for forgets in (False, True):
-        strategy, parts = made(group, "bf16_master")
+        strategy, parts = strategy_and_parts(group, "bf16_master")
         if forgets and group.rank() == 1:
             parts = [part._replace(inputs=part.inputs[1:], targets=part.targets[1:]) for part in parts]
         backward(strategy, parts)
-        found.append(summed_gradient(strategy))
-    exact, _ = made(group, "fp32")
-    exact.backward(made(group, "fp32")[1])
+        gradients.append(summed_gradient(strategy))
+    exact, _ = strategy_and_parts(group, "fp32")
+    exact.backward(strategy_and_parts(group, "fp32")[1])
     wanted = torch.cat([p.grad.double().flatten() for p in exact.model.parameters() if p.grad is not None])
-    return [epsilons(each, wanted, torch.bfloat16) for each in found]
+    return [epsilons(each, wanted, torch.bfloat16) for each in gradients]
 
 
-def test_the_tolerance_of_16_bits_sees_a_sample_that_is_left_out(ranks: Ranks) -> None:
-    for as_it_is, forgotten in ranks(3, left_out):
-        assert as_it_is < EXACT / 4
-        assert forgotten > EXACT
+def test_a_missing_sample_exceeds_the_16_bit_tolerance(ranks: Ranks) -> None:
+    for complete, incomplete in ranks(3, errors_without_a_sample):
+        assert complete < EXACT / 4
+        assert incomplete > EXACT
 
 
-def scaled_down(group: dist.ProcessGroup) -> tuple[float, bool]:
-    """The scale at which a loss that is far too large comes through."""
-    strategy, parts = made(group, "fp16_scaled")
+def fitted_scale(group: dist.ProcessGroup) -> tuple[float, bool]:
+    """Return the scale at which a far too large loss gives finite gradients, and whether they are finite."""
+    strategy, parts = strategy_and_parts(group, "fp16_scaled")
     backward(strategy, [part._replace(share=part.share * 2**20) for part in parts])
     return strategy.scale, bool(summed_gradient(strategy).isfinite().all())
 
 
 def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
-    ((scale, finite),) = ranks(1, scaled_down)
+    ((scale, finite),) = ranks(1, fitted_scale)
     assert finite
     assert 65536 / 2**MOST_HALVINGS < scale < 65536
 
@@ -146,14 +154,14 @@ def test_the_proof_waits_until_the_scale_fits(ranks: Ranks) -> None:
         ({"LAB_BUG": "unscaled_clip", "LAB_CLIP": "1", "LAB_PROOF": "0"}, "LAB_PROOF=0"),
     ],
 )
-def test_what_cannot_be_run_or_seen_is_refused(settings: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse(config_of(3, **settings), MODE)
     (sentence,) = refused.value.faults
     assert words in sentence
 
 
-# --- what the run says of a line that is wrong: each fault takes the place of what the ranks run ---
+# --- faults: each replaces a function that the ranks call, and the run must fail ---
 
 
 def never_halved(adjust: Any) -> Any:
@@ -174,23 +182,23 @@ def never_grown(adjust: Any) -> Any:
     return wrong
 
 
-def good_steps_kept(adjust: Any) -> Any:
-    """An overflow does not begin the count anew."""
+def keep_good_steps(adjust: Any) -> Any:
+    """Do not reset the count of good steps at an overflow."""
 
     def wrong(self: LossScale, *, overflowed: bool) -> None:
-        gone = self.good_steps
+        before = self.good_steps
         adjust(self, overflowed=overflowed)
-        self.good_steps = gone if overflowed else self.good_steps
+        self.good_steps = before if overflowed else self.good_steps
 
     return wrong
 
 
-def begun_small(made: Any) -> Any:
-    return lambda self: made(self, value=1024.0)
+def start_small(right: Any) -> Any:
+    return lambda self: right(self, value=1024.0)
 
 
-def of_the_first(all_finite: Any) -> Any:
-    """Looks at one gradient of many."""
+def check_first_only(all_finite: Any) -> Any:
+    """Check only the first gradient."""
     return lambda gradients: all_finite(gradients[:1])
 
 
@@ -198,16 +206,16 @@ def always(value: bool) -> Any:
     return lambda right: lambda gradients: value
 
 
-def not_at_all(right: Any) -> Any:  # noqa: ARG001
-    return lambda *args, **given: None
+def do_nothing(right: Any) -> Any:  # noqa: ARG001
+    return lambda *args, **keywords: None
 
 
-def half_of_it(deliver: Any) -> Any:
+def halve_gradients(deliver: Any) -> Any:
     return lambda self, scale: deliver(self, 2 * scale)
 
 
-def last_rank_silent(backward: Any) -> Any:
-    """One rank's samples are counted half."""
+def halve_rank_1(backward: Any) -> Any:
+    """Halve the loss terms of rank 1."""
 
     def wrong(self: Replica, parts: list[Any]) -> Any:
         if dist.get_rank() == 1:
@@ -217,8 +225,8 @@ def last_rank_silent(backward: Any) -> Any:
     return wrong
 
 
-def off_by_a_bit(backward: Any) -> Any:
-    """A scale of 3 times a power of two, which rounds."""
+def scale_by_three(backward: Any) -> Any:
+    """Scale by 3 times a power of two, which rounds."""
 
     def wrong(self: Replica, parts: list[Any]) -> Any:
         scale = self.scale
@@ -233,53 +241,53 @@ def off_by_a_bit(backward: Any) -> Any:
     return wrong
 
 
-def from_rounded(right: Any) -> Any:
-    return lambda self, computing, exact, **given: right(
-        self, computing, [each.to(torch.bfloat16).float() for each in exact], **given
+def round_masters(right: Any) -> Any:
+    return lambda self, computing, exact, **keywords: right(
+        self, computing, [each.to(torch.bfloat16).float() for each in exact], **keywords
     )
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "masters of rounded weights": (Masters, "__init__", from_rounded),
+    "masters of rounded weights": (Masters, "__init__", round_masters),
     "never halved": (LossScale, "adjust", never_halved),
     "never grown": (LossScale, "adjust", never_grown),
-    "good steps kept": (LossScale, "adjust", good_steps_kept),
-    "begun small": (LossScale, "__init__", begun_small),
+    "count not reset": (LossScale, "adjust", keep_good_steps),
+    "small first scale": (LossScale, "__init__", start_small),
     "a step with inf taken": (precision, "all_finite", always(True)),
-    "one gradient looked at": (precision, "all_finite", of_the_first),
+    "one gradient checked": (precision, "all_finite", check_first_only),
     "no step taken": (precision, "all_finite", always(False)),
-    "masters not copied back": (Masters, "refresh", not_at_all),
-    "scale divided out twice over": (Masters, "deliver", half_of_it),
-    "half of a rank": (Replica, "backward", last_rank_silent),
-    "a scale that rounds": (Replica, "backward", off_by_a_bit),
+    "masters not copied back": (Masters, "refresh", do_nothing),
+    "gradients halved": (Masters, "deliver", halve_gradients),
+    "half of rank 1": (Replica, "backward", halve_rank_1),
+    "a scale that rounds": (Replica, "backward", scale_by_three),
 }
 
 
-def seen(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
-    """What fails of a run of two ranks with this fault."""
+def failed_checks(ranks: Ranks, folder: Path, fault: str, variant: str) -> set[str]:
+    """Return the failed checks of a run of two ranks with this fault."""
     return failed_with(ranks, folder, __name__, fault, RUN_MODE="precision", LAB_VARIANT=variant, LAB_STEPS="1")
 
 
-@pytest.mark.parametrize("fault", ["never halved", "never grown", "good steps kept", "begun small"])
-def test_a_scale_that_breaks_the_rule_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    assert "loss scale" in seen(ranks, tmp_path, fault, "fp16_scaled")
+@pytest.mark.parametrize("fault", ["never halved", "never grown", "count not reset", "small first scale"])
+def test_a_wrong_loss_scale_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    assert "loss scale" in failed_checks(ranks, tmp_path, fault, "fp16_scaled")
 
 
-@pytest.mark.parametrize("fault", ["a step with inf taken", "one gradient looked at", "no step taken"])
-def test_a_step_that_should_be_skipped_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
-    assert "skipped" in seen(ranks, tmp_path, fault, "fp16_scaled")
+@pytest.mark.parametrize("fault", ["a step with inf taken", "one gradient checked", "no step taken"])
+def test_wrong_skipping_fails_the_run(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    assert "skipped" in failed_checks(ranks, tmp_path, fault, "fp16_scaled")
 
 
-def test_masters_that_go_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    assert "copied back" in seen(ranks, tmp_path, "masters not copied back", "bf16_master")
-    assert {"update", "weights"} <= seen(ranks, tmp_path, "masters not copied back", "fp16_scaled")
-    assert "first masters" in seen(ranks, tmp_path, "masters of rounded weights", "bf16_master")
+def test_wrong_master_weights_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "copied back" in failed_checks(ranks, tmp_path, "masters not copied back", "bf16_master")
+    assert {"update", "weights"} <= failed_checks(ranks, tmp_path, "masters not copied back", "fp16_scaled")
+    assert "first masters" in failed_checks(ranks, tmp_path, "masters of rounded weights", "bf16_master")
 
 
-def test_a_scale_that_stays_in_gradients_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    assert "given" in seen(ranks, tmp_path, "scale divided out twice over", "fp16_scaled")
+def test_wrongly_unscaled_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert "given" in failed_checks(ranks, tmp_path, "gradients halved", "fp16_scaled")
 
 
-def test_gradients_that_are_wrong_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    assert {"gradients", "float64 gradients"} <= seen(ranks, tmp_path, "half of a rank", "bf16_master")
-    assert "unscaled" in seen(ranks, tmp_path, "a scale that rounds", "fp16_scaled")
+def test_wrong_gradients_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    assert {"gradients", "float64 gradients"} <= failed_checks(ranks, tmp_path, "half of rank 1", "bf16_master")
+    assert "unscaled" in failed_checks(ranks, tmp_path, "a scale that rounds", "fp16_scaled")

@@ -1,5 +1,5 @@
-"""Every mode's variants against one process in float64, each mistake where it is made and only there, what is sent, what
-a fresh strategy goes on from, what a variant leaves, and settings that are refused."""
+"""Compare every mode's variants with one process in float64, and test injected bugs, traffic, resuming, memory after
+a variant, and refused settings."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import pytest
 from distlab.lab.config import Config
 from distlab.lab.rank.mode_loader import load
 from distlab.lab.rank.preflight import refuse
-from tests.trained import TOLERANCE, able, counted, differences, left_alive, refusal, resumed
+from tests.trained import TOLERANCE, count_live_parameters, counted, differences, refusal, resumed, runnable
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -27,7 +27,7 @@ SMALL = {
 }  # fmt: skip
 ADAM = {"LAB_OPTIMIZER": "adamw"}
 TUNED = ADAM | {"LAB_TIE": "1", "LAB_CLIP": "0.05"}
-AGAIN = TUNED | {"LAB_RECOMPUTE": "1"}
+RECOMPUTED = TUNED | {"LAB_RECOMPUTE": "1"}
 MLP = {"LAB_MODEL": "mlp"}
 DROP = {"LAB_DROPOUT": "0.3"}
 TORCHS_PIPES = ("torch_1f1b", "torch_interleaved_zb", "torch_zbv", "torch_dualpipev")
@@ -45,17 +45,17 @@ class Case(NamedTuple):
     mode: str
     world_size: int
     settings: dict[str, str]
-    names: tuple[str, ...] = ()  # all that can, where none are named
+    names: tuple[str, ...] = ()  # if empty, all variants that can run
 
 
 def mesh(world_size: int, axes: str, names: tuple[str, ...], settings: dict[str, str]) -> Case:
-    """Five blocks for stages to share out, and two where there are none: a first, a last, and one gathered ahead."""
+    """Return a case with five blocks if there are pipeline stages, else two: enough to gather one ahead."""
     return Case("mesh", world_size, {"LAB_MESH": axes} | ({} if "pp" in axes else {"LAB_DEPTH": "2"}) | settings, names)
 
 
 PROVEN = [
-    *(Case("dp", world_size, {}) for world_size in (1, 2, 3, 4)),  # of 3: 9 samples are 4, 1, 4 in the proof
-    Case("dp", 4, {"LAB_BATCH": "4"}),  # one sample a rank
+    *(Case("dp", world_size, {}) for world_size in (1, 2, 3, 4)),  # 3 ranks get 4, 1 and 4 of 9 samples
+    Case("dp", 4, {"LAB_BATCH": "4"}),  # one sample per rank
     Case("dp", 3, {"LAB_MICROBATCHES": "3"}),
     Case("dp", 2, {"LAB_MICROBATCHES": "2", "LAB_CLIP": "0.01"}),
     Case("dp", 3, ADAM | {"LAB_CLIP": "0.5"}),
@@ -87,19 +87,19 @@ PROVEN = [
     Case("pp", 3, {"LAB_MICROBATCHES": "8", "LAB_TIE": "1", "LAB_CLIP": "0.05"}, TORCHS_PIPES),
     Case("pp", 3, {"LAB_MICROBATCHES": "8"} | MLP, TORCHS_PIPES),
     Case("cp", 1, {}),
-    Case("cp", 2, {"LAB_SEQ": "8"}),  # torch_ring, too
+    Case("cp", 2, {"LAB_SEQ": "8"}),  # torch_ring can run too
     Case("cp", 3, ADAM | {"LAB_CLIP": "0.1"}),
     Case("cp", 3, {"LAB_MICROBATCHES": "2", "LAB_TIE": "1"}),
     Case("cp", 4, {"LAB_SEQ": "13", "LAB_HEADS": "3"}),  # a rank without a head
     Case("cp", 5, {"LAB_SEQ": "3", "LAB_BATCH": "1"}),  # ranks without a position
     mesh(4, "pp2,tp2", ("1f1b", "sequence", "zero2"), TUNED),
-    mesh(4, "dp2,tp2", ("1f1b", "sequence", "zero3"), AGAIN),
+    mesh(4, "dp2,tp2", ("1f1b", "sequence", "zero3"), RECOMPUTED),
     mesh(6, "tp1,dp2,pp3", ("1f1b", "zero1", "zero2", "zero3"), TUNED),
     mesh(8, "dp2,tp2,pp2", ("zero1", "zero3"), TUNED),
     mesh(3, "tp3", ("1f1b", "sequence"), {}),
     mesh(4, "dp2,pp2", ("1f1b", "zero2"), MLP),
     mesh(4, "cp2,tp2", ("sequence", "zero2", "ulysses"), TUNED),
-    mesh(4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), AGAIN),
+    mesh(4, "cp2,dp2", ("1f1b", "zero1", "zero3", "ulysses"), RECOMPUTED),
     mesh(6, "pp2,cp3", ("1f1b",), TUNED),
     mesh(8, "dp2,cp2,tp2", ("sequence", "ulysses"), TUNED),
     mesh(4, "pp2,tp2", ("1f1b", "sequence"), DROP),
@@ -109,15 +109,15 @@ PROVEN = [
 
 
 def label(value: Any) -> str | None:
-    """`dp 3 LAB_TIE=1`, of a case."""
+    """Return the name of a case, for example `dp 3 LAB_TIE=1`."""
     if not isinstance(value, Case):
         return None
-    given = " ".join(f"{name}={text}" for name, text in value.settings.items())
-    return f"{value.mode} {value.world_size} {given}{' torch' * (value.names == TORCHS_PIPES)}".strip()
+    settings = " ".join(f"{name}={text}" for name, text in value.settings.items())
+    return f"{value.mode} {value.world_size} {settings}{' torch' * (value.names == TORCHS_PIPES)}".strip()
 
 
 @pytest.mark.parametrize("case", PROVEN, ids=label)
-def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
+def test_n_ranks_equal_one_process(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     found = ranks(case.world_size, differences, config, case.names)
     if case.mode == "mesh" or case.names == TORCHS_PIPES:
@@ -128,15 +128,15 @@ def test_n_ranks_do_what_one_process_does(ranks: Ranks, case: Case) -> None:
             assert max(worst.values()) <= TOLERANCE, (name, worst)
 
 
-def test_most_variants_can_at_most_sizes() -> None:
-    """Those that a proof leaves out are out for a reason."""
-    assert [size for size in range(1, 9) if "dtensor" in able(config_of("tp", size))] == [1, 2, 4, 8]
-    pipes = {size: len(able(config_of("pp", size), ours("pp"))) for size in range(1, 9)}
+def test_most_variants_run_at_most_sizes() -> None:
+    """A proof leaves out few variants, and only at the expected sizes."""
+    assert [size for size in range(1, 9) if "dtensor" in runnable(config_of("tp", size))] == [1, 2, 4, 8]
+    pipes = {size: len(runnable(config_of("pp", size), ours("pp"))) for size in range(1, 9)}
     assert pipes == {1: 8, 2: 8, 3: 7, 4: 7, 5: 5, 6: 5, 7: 5, 8: 5}
-    assert set(able(config_of("cp", 3))) == set(ours("cp"))
+    assert set(runnable(config_of("cp", 3))) == set(ours("cp"))
 
 
-# --- mistakes ---
+# --- injected bugs ---
 
 NUMBERS = ("losses", "gradients", "weights", "replicas")
 WRONG = [
@@ -145,24 +145,24 @@ WRONG = [
     for bug, mistake in load(mode).mistakes.items()
     if mistake.check in NUMBERS
 ]
-OF_ALL = {"means_of_shards", "no_set_epoch"}  # whoever deals samples wrongly, each variant is wrong
-SHOWS = {"pp": {"LAB_MICROBATCHES": "8"}}
-AMONG = {"no_set_epoch": 2}  # samples repeat where an epoch has few batches
+IN_ALL_VARIANTS = {"means_of_shards", "no_set_epoch"}  # samples are assigned wrongly, so each variant is wrong
+MODE_SETTINGS = {"pp": {"LAB_MICROBATCHES": "8"}}
+WORLD_SIZES = {"no_set_epoch": 2}  # samples repeat if an epoch has few batches
 
 
 @pytest.mark.parametrize(("mode", "bug"), WRONG)
-def test_each_mistake_is_seen_where_it_is_made_and_only_there(ranks: Ranks, mode: str, bug: str) -> None:
-    world_size = AMONG.get(bug, 3)
-    config = config_of(mode, world_size, LAB_BUG=bug, **SHOWS.get(mode, {}))
+def test_each_bug_fails_only_its_variants(ranks: Ranks, mode: str, bug: str) -> None:
+    world_size = WORLD_SIZES.get(bug, 3)
+    config = config_of(mode, world_size, LAB_BUG=bug, **MODE_SETTINGS.get(mode, {}))
     found = ranks(world_size, differences, config, (), 3 if mode == "dp" else 2)
     mistake = load(mode).mistakes[bug]
     for name in found[0]:
         worst = max(of_rank[name][mistake.check] for of_rank in found)
-        assert (worst > 1e-9) == (name in mistake.where.variants or bug in OF_ALL), (name, found[0][name])
+        assert (worst > 1e-9) == (name in mistake.where.variants or bug in IN_ALL_VARIANTS), (name, found[0][name])
         assert worst > 1e-9 or worst <= TOLERANCE
 
 
-# --- what is sent ---
+# --- traffic ---
 
 SENT = [
     Case("dp", 2, {"LAB_DTYPE": "float64"}),
@@ -188,7 +188,7 @@ SENT = [
 
 
 @pytest.mark.parametrize("case", SENT, ids=label)
-def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
+def test_counted_traffic_equals_the_prediction(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     predicted = {
         (each.variant, each.name): each for each in load(case.mode).all_predictions(load(case.mode).predict(config))
@@ -199,16 +199,16 @@ def test_what_is_predicted_is_what_is_counted(ranks: Ranks, case: Case) -> None:
             sent = predicted[name, "wire bytes"]
             calls = predicted[name, "calls"].value[rank] if (name, "calls") in predicted else sent.calls
             assert step.calls == calls, (rank, name)
-            if case.mode != "dp":  # whose ring sends other chunks from rank to rank
+            if case.mode != "dp":  # its ring sends chunks of different sizes per rank
                 assert step.nbytes == pytest.approx(sent.value[rank], rel=1e-12), (rank, name)
             if (name, "activation bytes") in predicted:
                 saved = found["megatron"].kept_bytes - step.kept_bytes
                 assert predicted[name, "activation bytes"].value[rank] == pytest.approx(saved, rel=1e-12)
 
 
-# --- a strategy by itself ---
+# --- single strategies ---
 
-GO_ON = [
+RESUMED = [
     *(Case("fsdp", 3, ADAM | {"LAB_TIE": "1"}, (name,)) for name in (*ours("fsdp"), "fsdp2") if name != "plain"),
     Case("fsdp", 3, ADAM, ("plain",)),
     *(Case("tp", 3, ADAM | {"LAB_TIE": "1"}, (name,)) for name in ("megatron", "sequence")),
@@ -220,18 +220,18 @@ GO_ON = [
 ]
 
 
-@pytest.mark.parametrize("case", GO_ON, ids=lambda case: f"{case.mode} {case.names[0]}")
-def test_a_fresh_strategy_goes_on_from_what_another_saved(ranks: Ranks, case: Case) -> None:
+@pytest.mark.parametrize("case", RESUMED, ids=lambda case: f"{case.mode} {case.names[0]}")
+def test_a_new_strategy_resumes_from_saved_state(ranks: Ranks, case: Case) -> None:
     config = config_of(case.mode, case.world_size, **case.settings)
     assert ranks(case.world_size, resumed, config, *case.names) == [True] * case.world_size
 
 
 @pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode in ("dp", "tp") for name in load(mode).names])
-def test_a_variant_that_is_gone_leaves_no_memory(ranks: Ranks, mode: str, name: str) -> None:
-    assert ranks(2, left_alive, config_of(mode, 2), name) == [0, 0]
+def test_a_deleted_variant_leaves_no_memory(ranks: Ranks, mode: str, name: str) -> None:
+    assert ranks(2, count_live_parameters, config_of(mode, 2), name) == [0, 0]
 
 
-# --- what is refused ---
+# --- refused settings ---
 
 REFUSED: list[tuple[str, int, dict[str, str], str]] = [
     ("dp", 4, {"LAB_BATCH": "3"}, "LAB_BATCH=3 is smaller than WORLD_SIZE=4"),
@@ -317,22 +317,22 @@ REFUSED: list[tuple[str, int, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("mode", "world_size", "settings", "words"), REFUSED)
-def test_what_cannot_run_is_refused_in_one_sentence(
+def test_invalid_settings_are_refused_in_one_sentence(
     mode: str, world_size: int, settings: dict[str, str], words: str
 ) -> None:
     assert words in refusal(config_of(mode, world_size, **settings))
 
 
-MAY_NOT: dict[str, set[str]] = {  # the variants that defaults may rule out
+MAY_BE_IMPOSSIBLE: dict[str, set[str]] = {  # the variants that cannot run with some defaults
     "dp": set(), "tp": {"dtensor"}, "pp": set(load("pp").names) - {"one_microbatch", "gpipe", "1f1b", "zb_h1"},
     "moe": {"ep_dp", "ep_tp", "ep_dp_tp"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
-@pytest.mark.parametrize("mode", MAY_NOT)
-def test_defaults_are_refused_nowhere(mode: str, model: str) -> None:
+@pytest.mark.parametrize("mode", MAY_BE_IMPOSSIBLE)
+def test_default_settings_are_never_refused(mode: str, model: str) -> None:
     for world_size in range(1, 9):
         config = Config.read({"RUN_MODE": mode, "WORLD_SIZE": str(world_size), "LAB_MODEL": model})
         refuse(config, load(mode))
-        assert set(load(mode).cannot(config)) <= MAY_NOT[mode]
+        assert set(load(mode).cannot(config)) <= MAY_BE_IMPOSSIBLE[mode]

@@ -1,4 +1,4 @@
-"""A run is repeatable to the bit: the same settings give the same losses and the same proof, another seed others."""
+"""A run is repeatable: equal settings give bitwise equal losses, another seed gives others."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ def losses(ranks: Ranks, folder: Path, **environ: str) -> dict[str, list[float]]
     return {loss.variant: loss.numbers for _, loss in select(records, Losses)}
 
 
-def test_the_same_settings_give_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+def test_equal_settings_give_bitwise_equal_losses(ranks: Ranks, tmp_path: Path) -> None:
     first, second = (losses(ranks, tmp_path / name) for name in ("first", "second"))
     assert set(first) == {"one process", "per_parameter", "flat", "bucketed", "ring", "ddp"}
     assert first == second
 
 
-def test_another_seed_gives_others(ranks: Ranks, tmp_path: Path) -> None:
+def test_another_seed_gives_other_losses(ranks: Ranks, tmp_path: Path) -> None:
     first, second = (losses(ranks, tmp_path / seed, LAB_SEED=seed, LAB_VARIANT="flat") for seed in ("1", "2"))
     assert first["flat"] != second["flat"]

@@ -1,4 +1,4 @@
-"""The parameter server and its like, as whole runs: what is proven, what is promised, what is refused."""
+"""Whole server runs: their proofs, their checks of the protocol, and refused settings."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,9 +52,7 @@ def config_of(**settings: str) -> Config:
         (3, {"LAB_OPTIMIZER": "adamw", "LAB_CLIP": "0.1", "LAB_MICROBATCHES": "2", "LAB_DEPTH": "1"}),
     ],
 )
-def test_every_world_comes_to_a_verdict(
-    ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]
-) -> None:
+def test_every_world_size_passes(ranks: Ranks, tmp_path: Path, world_size: int, settings: dict[str, str]) -> None:
     run, by_rank = run_experiment(ranks, world_size, tmp_path, RUN_MODE="server", **settings)
     assert failed(run) == set() and run["verdict"] == "pass"
     proven = {(check["variant"], check["name"]) for check in run["checks"] if check["tolerance"] <= 1e-12}
@@ -64,30 +62,30 @@ def test_every_world_comes_to_a_verdict(
         assert {skip["variant"] for skip in run["skipped"]} == {"downpour"}
         assert {("sync", "optimizer state"), ("diloco", "weights at H = 4 as trained")} < proven
         return
-    held = {"losses", "gradients", "weights", "samples", "order of events"}  # in the drawn order
-    held |= {"who may start", "budget", "updates", "final weights"}  # in any
-    held |= {"staleness"} if "LAB_STALENESS" in settings else set()
-    assert {("downpour", what) for what in held} < proven
-    (seen,) = seen_by_the_server(by_rank)
-    assert sum(map(int, seen[1].split(", "))) == int(settings.get("LAB_STEPS", 4)) * world_size
+    names = {"losses", "gradients", "weights", "samples", "order of events"}  # with the drawn order of events
+    names |= {"who may start", "budget", "updates", "final weights"}  # with any order
+    names |= {"staleness"} if "LAB_STALENESS" in settings else set()
+    assert {("downpour", what) for what in names} < proven
+    (row,) = server_rows(by_rank)
+    assert sum(map(int, row[1].split(", "))) == int(settings.get("LAB_STEPS", 4)) * world_size
     wire = [entry for entry in run["comparisons"] if entry["name"] == "wire bytes of the run"]
     assert {entry["variant"] for entry in wire if entry["decides"]} == {"downpour"}
 
 
-def seen_by_the_server(by_rank: Any) -> list[list[str]]:
-    """The rows of its table: the variant, and the steps by worker first."""
+def server_rows(by_rank: Any) -> list[list[str]]:
+    """Return the rows of the server's table, which begin with the variant and the steps per worker."""
     return next(table.rows for _, table in select(by_rank, Table) if table.title.startswith("The server's record"))
 
 
-def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path: Path) -> None:
-    """At a fiftieth of its speed rank 1 is left few steps; a bound of none makes it take half of them."""
+def test_fast_workers_take_over_a_stragglers_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """At a fiftieth of its speed rank 1 gets few steps; with LAB_STALENESS=0 it gets half of them."""
     settings = {"RUN_MODE": "server", "LAB_VARIANT": "downpour", "LAB_PROOF": "0", "LAB_SLOW_RANK": "1:0.02"}
     settings |= {"LAB_STEPS": "12", "LAB_LOCAL_STEPS": "1"}
     for bound, most in (({}, 6), ({"LAB_STALENESS": "0"}, 12)):
         run, by_rank = run_experiment(ranks, 2, tmp_path / str(most), **settings | bound)
         assert run["verdict"] == "pass", failed(run)
-        (seen,) = seen_by_the_server(by_rank)
-        fast, slow = map(int, seen[1].split(", "))
+        (row,) = server_rows(by_rank)
+        fast, slow = map(int, row[1].split(", "))
         assert fast + slow == 24
         assert slow == most if bound else slow < most
 
@@ -115,26 +113,26 @@ def test_who_does_not_wait_takes_the_steps_of_a_straggler(ranks: Ranks, tmp_path
         ({"LAB_VARIANT": "ssp"}, "LAB_VARIANT=downpour LAB_STALENESS=2 LAB_LOCAL_STEPS=1 is the same"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
+def test_invalid_settings_are_refused_in_one_sentence(settings: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse(config_of(**settings), MODE)
     (fault,) = refused.value.faults
     assert words in fault
 
 
-def test_defaults_are_refused_nowhere() -> None:
+def test_default_settings_are_never_refused() -> None:
     for world_size in range(1, 9):
         refuse(Config.read({"RUN_MODE": "server", "WORLD_SIZE": str(world_size)}), MODE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"LAB_CLIP": "1"}, {"LAB_OPTIMIZER": "adamw"}])
-def test_what_would_be_skipped_is_not_predicted(settings: dict[str, str]) -> None:
+def test_skipped_variants_are_not_predicted(settings: dict[str, str]) -> None:
     skipped = {"downpour"} if settings else set()
     assert {each.variant for each in MODE.predict(config_of(**settings))} == set(MODE.requested(()).names) - skipped
 
 
-def test_one_worker_with_one_local_step_is_one_process() -> None:
-    """The reference of the rounds' proof against the baseline: so H = 1 is held against dp itself."""
+def test_one_worker_with_one_local_step_equals_one_process() -> None:
+    """Compare the reference of local SGD with the baseline, so that H = 1 is compared with dp itself."""
     config = config_of(**TINY_MLP, LAB_LOCAL_STEPS="1", WORLD_SIZE="1")
     batches = Batches(config, proof=True, device=CPU, dtype=torch.float64)
     one = Workers(build_model(config, 1).double(), config, batches)
@@ -163,13 +161,13 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", FAULTS)
-def test_an_outer_step_by_other_numbers_fails_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
+def test_a_wrong_outer_step_fails_the_run(ranks: Ranks, tmp_path: Path, variant: str) -> None:
     found = failed_with(ranks, tmp_path, __name__, variant, RUN_MODE="server", LAB_VARIANT=variant)
     assert "outer step" in found
 
 
-def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
-    """Ten steps of one update each through a real server; rank 2 ends early, or pushes a number twice."""
+def run_ten_steps(group: dist.ProcessGroup, name: str, fault: str) -> list[float] | str:
+    """Take ten steps of one update each with a real server; rank 2 ends early, or repeats a number."""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     workers = range(1, group.size()) if group.rank() == 0 else [group.rank()]
     links = {
@@ -182,10 +180,10 @@ def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
     weights, number = torch.zeros(4), 0
     try:
         while client.start(1, weights):
-            if group.rank() == 2 and deed == "end":
-                return "ended"  # its link is closed with it
+            if group.rank() == 2 and fault == "end":
+                return "ended"  # which closes its link
             number += 1
-            client.push(number if group.rank() != 2 or deed != "repeat" else 7, torch.ones(4), 0.0)
+            client.push(number if group.rank() != 2 or fault != "repeat" else 7, torch.ones(4), 0.0)
         client.finish(weights)
         threads.join()
     except ValueError as error:
@@ -195,20 +193,20 @@ def served(group: dist.ProcessGroup, name: str, deed: str) -> list[float] | str:
     return weights.tolist()
 
 
-def test_the_server_goes_on_without_a_worker_whose_link_is_closed(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(3, served, f"{tmp_path} whole", "") == [[-10.0] * 4] * 3
-    others, same, ended = ranks(3, served, f"{tmp_path} end", "end")
-    assert ended == "ended" and others == same == [-9.0] * 4, "what it had under way is lost, and no more"
+def test_the_server_continues_without_a_lost_worker(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3, run_ten_steps, f"{tmp_path} whole", "") == [[-10.0] * 4] * 3
+    others, same, ended = ranks(3, run_ten_steps, f"{tmp_path} end", "end")
+    assert ended == "ended" and others == same == [-9.0] * 4, "more than its open update is lost"
 
 
-def test_an_update_that_comes_twice_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(3, served, f"{tmp_path} repeat", "repeat")
+def test_a_repeated_update_fails_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(3, run_ten_steps, f"{tmp_path} repeat", "repeat")
     assert found[0] == "rank 2 pushes update 7 after 0" and found[2] == "no answer"
 
 
-def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+def run_chatty_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     class Chatty(Worker):
-        """Sends what nobody asked for."""
+        """A worker that sends additional bytes."""
 
         def train(self, client: Client, most: int) -> None:
             super().train(client, most)
@@ -218,8 +216,8 @@ def chatted(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> 
     return one_rank(group, settings, folder, mode)
 
 
-def test_bytes_that_nobody_asked_for_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_additional_bytes_fail_the_run(ranks: Ranks, tmp_path: Path) -> None:
     settings = TINY | TINY_MLP | {"RUN_MODE": "server", "LAB_VARIANT": "downpour", "LAB_PROOF": "0", "WORLD_SIZE": "2"}
-    lines = ranks(2, chatted, settings | {"MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
+    lines = ranks(2, run_chatty_rank, settings | {"MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"wire bytes of the run"}

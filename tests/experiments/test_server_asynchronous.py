@@ -1,6 +1,6 @@
-"""What asynchronous workers and their server are held to, fault by fault, with all workers in this process.
+"""The checks of asynchronous workers and their server, with one fault each and all workers in this process.
 
-Each fault is one line that somebody gets wrong; the run with it is the control of the check that has to see it.
+Each fault is one wrong line; the run with it is the control of the check that must fail.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sizes so small that a second thread only waits for a core."""
+    """Use one thread: the tensors are so small that a second thread would only take a core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -56,7 +56,7 @@ def config_of(**settings: str) -> Config:
 
 
 class Run:
-    """Workers of one process that go through a drawn order at a server, with the one process beside it."""
+    """Workers that train with a server in a drawn order, and the replay in one process that they are compared with."""
 
     def __init__(
         self, kind: type[Worker] = Worker, rules: type[ParameterServer] = ParameterServer, rate: float = 1.0,
@@ -70,42 +70,42 @@ class Run:
         self.replay = Replay(one, start, WORKERS)
         self.rules = rules(start.clone(), range(WORKERS), lr=LR * rate, budget=BUDGET)
         self.order = draw_order(1, ParameterServer(torch.zeros(1), range(WORKERS), lr=0.0, budget=BUDGET), MOST)
-        self.go_through(self.order)
+        self.follow(self.order)
 
-    def go_through(self, order: list[tuple[str, int]]) -> None:
-        under_way: dict[int, tuple[Tensor, float]] = {}
+    def follow(self, order: list[tuple[str, int]]) -> None:
+        in_flight: dict[int, tuple[Tensor, float]] = {}
         for kind, rank in order:
             worker = self.workers[rank]
             if kind == START:
                 granted = worker.fetch(cast(Client, self), MOST)
                 self.replay.started(rank, granted)
                 update = torch.zeros_like(worker.vectors.weights)
-                under_way[rank] = update, worker.accumulate(update, granted)
+                in_flight[rank] = update, worker.accumulate(update, granted)
             else:
-                update, loss = under_way.pop(rank)
+                update, loss = in_flight.pop(rank)
                 number = len(worker.samples)
                 self.rules.push(rank, number, update)
                 self.replay.pushed(rank, number, update, loss)
 
     def start(self, most: int, weights: Tensor) -> int:
-        """The client of whoever asks next."""
-        asked = [rank for kind, rank in self.order if kind == START][len(self.rules.history) - self.pushes]
+        """Grant steps to the next worker of the order."""
+        rank = [rank for kind, rank in self.order if kind == START][len(self.rules.history) - self.pushes]
         weights.copy_(self.rules.weights)
-        return self.rules.start(asked, most)
+        return self.rules.start(rank, most)
 
     @property
     def pushes(self) -> int:
         return sum(event.kind == PUSH for event in self.rules.history)
 
-    def found(self) -> set[str]:
-        """The checks that would fail."""
-        off = differences(self.replay, self.rules.weights, [worker.samples for worker in self.workers])
-        off["order of events"] = misordered(self.replay.seen, self.order, WORKERS, staleness=None)
-        return {name for name, value in off.items() if value > 1e-12}
+    def failed_checks(self) -> set[str]:
+        """Return the checks that would fail."""
+        differing = differences(self.replay, self.rules.weights, [worker.samples for worker in self.workers])
+        differing["order of events"] = misordered(self.replay.seen, self.order, WORKERS, staleness=None)
+        return {name for name, value in differing.items() if value > 1e-12}
 
 
 class WeighedTwice(Worker):
-    """A loss weight applied twice: in the loss, and to its gradient."""
+    """A worker that applies a loss weight twice: to the loss, and to its gradient."""
 
     def backward(self) -> float:
         loss = super().backward()
@@ -114,7 +114,7 @@ class WeighedTwice(Worker):
 
 
 class FirstBatch(Worker):
-    """For ever on the first batch."""
+    """A worker that always trains on the first batch."""
 
     def backward(self) -> float:
         steps, self.steps = self.steps, 0
@@ -124,7 +124,7 @@ class FirstBatch(Worker):
 
 
 class Uncleared(Worker):
-    """Gradients of the step before still in."""
+    """A worker that adds the gradients of the previous step."""
 
     def backward(self) -> float:
         before = self.vectors.gradients.clone()
@@ -133,8 +133,8 @@ class Uncleared(Worker):
         return loss
 
 
-class Still(Worker):
-    """Takes no steps on the way: all gradients of a push at the weights that it fetched."""
+class NoLocalSteps(Worker):
+    """A worker without local steps: all gradients of a push are taken at the fetched weights."""
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         rate, self.lr = self.lr, 0.0
@@ -144,14 +144,14 @@ class Still(Worker):
 
 
 class Sums(Worker):
-    """Calls the sum of losses their mean."""
+    """A worker that reports the sum of losses as their mean."""
 
     def accumulate(self, update: Tensor, steps: int) -> float:
         return super().accumulate(update, steps) * steps
 
 
-class Eager(ParameterServer):
-    """Applies worker 1's second update twice."""
+class AppliesTwice(ParameterServer):
+    """A server that applies worker 1's second update twice."""
 
     def push(self, worker: int, number: int, update: Tensor) -> None:
         super().push(worker, number, update)
@@ -159,8 +159,8 @@ class Eager(ParameterServer):
             self.weights.add_(update, alpha=-self.lr)
 
 
-class Halving(ParameterServer):
-    """Changes an update on its way."""
+class HalvesUpdates(ParameterServer):
+    """A server that halves each update."""
 
     def push(self, worker: int, number: int, update: Tensor) -> None:
         super().push(worker, number, update.mul_(0.5))
@@ -171,49 +171,49 @@ IN_THE_SERVER = {"gradients", "losses", "weights"}
 
 
 @pytest.mark.parametrize("model", ["line", "mlp", "gpt"])
-def test_what_is_right_passes_every_check(model: str) -> None:
-    assert Run(LAB_MODEL=model).found() == set()
-    assert Run(LAB_MODEL=model, LAB_MICROBATCHES="2").found() == set()
+def test_a_correct_run_passes_every_check(model: str) -> None:
+    assert Run(LAB_MODEL=model).failed_checks() == set()
+    assert Run(LAB_MODEL=model, LAB_MICROBATCHES="2").failed_checks() == set()
 
 
 @pytest.mark.parametrize(
-    ("kind", "seen"),
+    ("kind", "expected"),
     [
         (WeighedTwice, IN_THE_PUSH),
         (PushesNTimes, IN_THE_PUSH),
         (Uncleared, IN_THE_PUSH),
-        (Still, IN_THE_PUSH),
+        (NoLocalSteps, IN_THE_PUSH),
         (OneShard, IN_THE_PUSH | {"samples", "losses"}),
         (FirstBatch, IN_THE_PUSH | {"samples", "losses"}),
         (IgnoresFetch, IN_THE_PUSH | {"losses"}),
         (Sums, {"losses"}),
     ],
 )
-def test_a_wrong_worker_fails_by_name(kind: type[Worker], seen: set[str]) -> None:
-    assert seen <= Run(kind).found()
+def test_a_wrong_worker_fails_its_checks(kind: type[Worker], expected: set[str]) -> None:
+    assert expected <= Run(kind).failed_checks()
 
 
 @pytest.mark.parametrize(
-    ("rules", "rate"), [(Forgetful, 1.0), (Eager, 1.0), (ParameterServer, 0.5), (ParameterServer, 2.0)]
+    ("rules", "rate"), [(Forgetful, 1.0), (AppliesTwice, 1.0), (ParameterServer, 0.5), (ParameterServer, 2.0)]
 )
-def test_a_wrong_server_fails_by_name(rules: type[ParameterServer], rate: float) -> None:
-    assert Run(rules=rules, rate=rate).found() >= IN_THE_SERVER
+def test_a_wrong_server_fails_its_checks(rules: type[ParameterServer], rate: float) -> None:
+    assert Run(rules=rules, rate=rate).failed_checks() >= IN_THE_SERVER
 
 
-def test_an_update_that_is_changed_on_its_way_fails_by_name() -> None:
-    assert Run(rules=Halving).found() >= {"gradients", "weights"}
+def test_a_changed_update_fails_its_checks() -> None:
+    assert Run(rules=HalvesUpdates).failed_checks() >= {"gradients", "weights"}
 
 
-class Generous(ParameterServer):
-    """Grants a step that it has not."""
+class ExceedsBudget(ParameterServer):
+    """A server that grants one step above its budget."""
 
     def start(self, worker: int, most: int = 1) -> int:
         self.budget += self.budget == 1
         return super().start(worker, most)
 
 
-def test_a_server_that_grants_more_than_its_budget_fails_by_name() -> None:
-    for rules, wanted in ((ParameterServer, 9), (Generous, 10)):
+def test_a_server_that_exceeds_its_budget_is_detected() -> None:
+    for rules, wanted in ((ParameterServer, 9), (ExceedsBudget, 10)):
         server, recorder = rules(torch.zeros(1), [0], lr=LR, budget=9), Recorder([0])
         number = 0
         while granted := server.start(0, MOST):
@@ -224,7 +224,7 @@ def test_a_server_that_grants_more_than_its_budget_fails_by_name() -> None:
         assert audit(recorder.seen, [0]).granted == wanted
 
 
-def test_an_update_that_does_not_count_once_fails_by_name() -> None:
+def test_a_lost_or_repeated_update_is_counted() -> None:
     recorder = Recorder(range(2))
     for number in (1, 2):
         recorder.started(0, 1)
@@ -239,9 +239,9 @@ def test_an_update_that_does_not_count_once_fails_by_name() -> None:
     assert wrong(2, 3) == 1, "a step is missing"
 
 
-def kept(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
+def run_keeping_rank(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> list[str]:
     class Keeping(Worker):
-        """Ends with weights of its own."""
+        """A worker whose final weights differ."""
 
         def train(self, client: Client, most: int) -> None:
             super().train(client, most)
@@ -250,17 +250,19 @@ def kept(group: dist.ProcessGroup, settings: dict[str, str], folder: str) -> lis
     return one_rank(group, settings, folder, replace(MODE, run=partial(run_server, worker=Keeping)))
 
 
-def test_a_worker_that_keeps_its_own_weights_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_worker_with_different_final_weights_fails(ranks: Ranks, tmp_path: Path) -> None:
     settings = TINY | {"RUN_MODE": "server", "LAB_MODEL": "mlp", "LAB_VARIANT": "downpour", "LAB_PROOF": "0"}
-    lines = ranks(2, kept, settings | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100)
+    lines = ranks(
+        2, run_keeping_rank, settings | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, str(tmp_path), timeout_s=100
+    )
     run = judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)})
     assert failed(run) == {"final weights"}
 
 
-def test_another_order_than_the_drawn_one_fails_by_name() -> None:
+def test_a_wrong_order_of_events_fails() -> None:
     run = Run()
     run.order = run.order[::-1]
-    assert "order of events" in run.found()
+    assert "order of events" in run.failed_checks()
     ahead = Replay(run.replay.one, run.replay.weights, WORKERS)
     order = []
     for worker, number in ((1, 1), (1, 2), (0, 1)):
@@ -275,21 +277,21 @@ def test_another_order_than_the_drawn_one_fails_by_name() -> None:
 
 
 class TooFar(ParameterServer):
-    """Lets a worker be one step farther ahead."""
+    """A server that lets a worker be one step too far ahead."""
 
     def may_start(self, worker: int) -> bool:
         return self.spent or self.staleness is None or self.lead(worker) <= self.staleness + 1
 
 
 class TooNear(ParameterServer):
-    """Lets a worker wait one step too early."""
+    """A server that makes a worker wait one step too early."""
 
     def may_start(self, worker: int) -> bool:
         return self.spent or self.staleness is None or self.lead(worker) < self.staleness
 
 
-class Mourning(ParameterServer):
-    """Waits for a worker that has left."""
+class WaitsForLeft(ParameterServer):
+    """A server that waits for a worker that has left."""
 
     def leave(self, worker: int) -> None:
         clock = self.clocks[worker]
@@ -299,21 +301,21 @@ class Mourning(ParameterServer):
 
 @pytest.mark.parametrize("staleness", [0, 2, None])
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_the_rules_let_start_whom_the_bound_lets(workers: int, staleness: int | None) -> None:
+def test_workers_start_within_the_staleness_bound(workers: int, staleness: int | None) -> None:
     for seed in range(3):
         assert count_wrong_starts(ParameterServer, workers, staleness, seed) == 0
         if staleness is not None and workers > 1:
             assert count_wrong_starts(TooFar, workers, staleness, seed) > 0
             assert count_wrong_starts(TooNear, workers, staleness, seed) > 0
-            assert count_wrong_starts(Mourning, workers, staleness, seed) > 0 or workers == 2
+            assert count_wrong_starts(WaitsForLeft, workers, staleness, seed) > 0 or workers == 2
 
 
-def test_staleness_and_lead_are_read_from_what_was_seen() -> None:
-    seen = [Event(START, rank, 1) for rank in (0, 1, 2)]
-    seen += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
-    assert audit(seen, range(3)).staleness == [0, 1, 2]
-    seen += [Event(START, 0, 1), Event(PUSH, 0, 1, 2), Event(START, 0, 1)]
-    found = audit(seen, range(3))
+def test_staleness_and_lead_follow_the_recorded_events() -> None:
+    events = [Event(START, rank, 1) for rank in (0, 1, 2)]
+    events += [Event(PUSH, rank, 1, 1) for rank in (2, 0, 1)]
+    assert audit(events, range(3)).staleness == [0, 1, 2]
+    events += [Event(START, 0, 1), Event(PUSH, 0, 1, 2), Event(START, 0, 1)]
+    found = audit(events, range(3))
     assert (found.lead, found.wrong_numbers, found.steps[0], found.granted) == (1, 0, [1, 1], 5)
-    assert audit([*seen, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
-    assert audit([*seen, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"
+    assert audit([*events, Event(PUSH, 0, 1, 2)], range(3)).wrong_numbers == 1, "applied twice"
+    assert audit([*events, Event(PUSH, 0, 1, 4)], range(3)).wrong_numbers == 1, "one is missing"

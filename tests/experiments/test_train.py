@@ -1,4 +1,4 @@
-"""The DistributedSampler lesson: its printed figures, our arithmetic against PyTorch's, and the checks' controls."""
+"""The DistributedSampler lesson: its printed figures, our sampler compared with PyTorch's, and checks that must fail."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def test_the_lessons_printed_batches() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_by_hand_is_what_pytorch_deals(world_size: int, epoch: int) -> None:
+def test_by_hand_equals_pytorchs_sampler(world_size: int, epoch: int) -> None:
     shards = []
     for rank in range(world_size):
         sampler = train.pytorchs(rank, world_size)
@@ -51,7 +51,7 @@ def test_wrong_shards_counts_missing_and_repeated_samples() -> None:
     assert train.wrong_shards([half, [0, *range(500, 1000)]]) == (1, [0])
 
 
-def test_places_apart_counts_lengths_too() -> None:
+def test_count_differences_includes_missing_entries() -> None:
     assert train.count_differences([1, 2, 3], [1, 3, 3]) == 1
     assert train.count_differences([1, 2], [1, 2, 3]) == 1
 
@@ -64,8 +64,8 @@ def test_no_sampler_needs_two_ranks() -> None:
     refuse(alone.model_copy(update={"bug": "no_set_epoch"}), train.MODE)
 
 
-class Blocks:
-    """Deals each rank a block of the order in place of every N-th sample: disjoint and complete, but another's."""
+class BlockSampler:
+    """Assigns each rank a block of the order instead of every N-th sample: disjoint and complete, but wrong."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self.epoch = rank, world_size, 0
@@ -76,19 +76,19 @@ class Blocks:
         return iter(order[self.rank * size : self.rank * size + size])
 
 
-def set_epoch(sampler: Blocks, epoch: int) -> None:
+def set_epoch(sampler: BlockSampler, epoch: int) -> None:
     sampler.epoch = epoch
 
 
-def stale(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathers what was not multiplied."""
+def gather_early(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather the data before it is multiplied."""
     gathered = [torch.zeros_like(data) for _ in range(lab.world_size)]
     dist.all_gather(gathered, data, group=lab.group)
     return data * (lab.rank + 1), torch.cat(gathered)
 
 
-def twice(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
-    """Gathers once too often."""
+def gather_twice(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute and gather twice."""
     train_computed(lab, data)
     return train_computed(lab, data)
 
@@ -96,7 +96,7 @@ def twice(lab: Lab, data: Tensor) -> tuple[Tensor, Tensor]:
 train_computed = train.computed
 
 
-def wrongly(group: dist.ProcessGroup, folder: str, computed: Any, parts: dict[str, Any]) -> list[str]:
+def run_wrongly(group: dist.ProcessGroup, folder: str, computed: Any, parts: dict[str, Any]) -> list[str]:
     settings = {"RUN_MODE": "train", "WORLD_SIZE": str(group.size()), "MASTER_ADDR": "127.0.0.1"}
     lab = lab_of(group, settings, folder)
     with patch.object(train, "computed", computed):
@@ -106,15 +106,15 @@ def wrongly(group: dist.ProcessGroup, folder: str, computed: Any, parts: dict[st
 
 
 def failed_with(ranks: Ranks, folder: Path, computed: Any = train_computed, **parts: Any) -> set[str]:
-    lines = ranks(2, wrongly, str(folder), computed, parts)
+    lines = ranks(2, run_wrongly, str(folder), computed, parts)
     return failed(judge({rank: [from_line(line) for line in of_rank] for rank, of_rank in enumerate(lines)}))
 
 
-def test_shards_of_blocks_fail_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    assert failed_with(ranks, tmp_path, sampler_of=Blocks, begin_epoch=set_epoch) == {"by hand", "gathered"}
+def test_shards_of_blocks_fail_their_checks(ranks: Ranks, tmp_path: Path) -> None:
+    assert failed_with(ranks, tmp_path, sampler_of=BlockSampler, begin_epoch=set_epoch) == {"by hand", "gathered"}
 
 
-def test_a_wrong_gather_fails_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    assert failed_with(ranks, tmp_path / "stale", stale) == {"gathered"}
-    assert failed_with(ranks, tmp_path / "twice", twice) == {"called bytes"}
+def test_a_wrong_gather_fails_its_check(ranks: Ranks, tmp_path: Path) -> None:
+    assert failed_with(ranks, tmp_path / "stale", gather_early) == {"gathered"}
+    assert failed_with(ranks, tmp_path / "twice", gather_twice) == {"called bytes"}
     assert failed_with(ranks, tmp_path / "right") == set()

@@ -19,7 +19,7 @@ from distlab.lab.report.units import human_bytes
 
 KEPT = 2  # newest ones: if a run dies while it writes one, the one before is complete
 PRINT_EVERY_S = 1.0
-CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_the_check_that_is_meant_for_it"
+CONTROL = "tests/experiments/test_bugs.py::test_each_bug_fails_its_check"
 
 LossParts = Mapping[str, list[float | None]]  # this rank's parts of the losses, by variant
 

@@ -116,7 +116,7 @@ def write_traffic(lab: Lab, name: str, traffic: Traffic) -> None:
 # nothing is split, gathered or scheduled, and the effect of a strategy is predicted on top
 # (distlab/techniques/sharded/costs.py).
 
-ACTIVATIONS_CONTROL = "tests/experiments/test_orders.py::test_layers_that_keep_what_they_compute_again_are_seen"
+ACTIVATIONS_CONTROL = "tests/experiments/test_orders.py::test_missing_recomputation_fails_the_run"
 
 
 class Saved(NamedTuple):

@@ -20,7 +20,7 @@ from distlab.lab.report.records import (
     Start,
 )
 from distlab.lab.report.verdict import judge
-from tests.controls import there
+from tests.controls import control_exists
 from tests.documents import TOP
 from tests.lab.report.made_up import good_run
 
@@ -119,7 +119,7 @@ def test_a_full_disk_is_reported_in_one_sentence(of_ranks: dict[int, list[Record
 
 
 def test_a_fault_that_never_came() -> None:
-    assert there(CONTROL, load("dp"))
+    assert control_exists(CONTROL, load("dp"))
     assert result(run(plan("lost"))) is False
     assert result(run(plan("lost", step=None))) is None  # its second was after the end
     assert (
