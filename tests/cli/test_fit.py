@@ -23,12 +23,12 @@ def test_memory_needs_follow_the_paper() -> None:
     assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + WHOLE_LAYERS * 4 * 10
 
 
-def test_activations_are_those_of_one_rank_without_weights() -> None:
+def test_activations_of_one_rank_exclude_weights() -> None:
     one, half = (fit.activations(Config.read(SMALL | {"WORLD_SIZE": size})) for size in ("1", "2"))
     assert one - 4 == 2 * (half - 4) > 0  # the loss itself is a scalar
 
 
-def test_a_run_without_a_model_has_the_memory_of_torch() -> None:
+def test_base_memory_is_that_of_torch() -> None:
     assert 50e6 < fit.base() < 2e9
 
 

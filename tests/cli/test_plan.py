@@ -41,14 +41,14 @@ SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
+def test_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters on 64 ranks: what stands between two steps."""
     held = memory_by_class(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
     rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
     assert round(rest / 1e9, 1) == gigabytes
 
 
-def test_seven_billion_need_112_gb_which_no_rank_of_dp_has() -> None:
+def test_dp_of_7b_needs_112_gb_and_does_not_fit() -> None:
     chosen = plan(job(SEVEN))
     held = chosen.costs["dp"].memory
     assert held["parameters"] + held["gradients"] + held["optimizer"] == mixed_precision_bytes(7e9) == 112e9
@@ -64,19 +64,19 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int = GPT2_VOCABULARY) 
 @pytest.mark.parametrize(
     ("params", "layers", "width", "heads"), [("175B", 96, 12288, 96), ("6.7B", 32, 4096, 32), ("13B", 40, 5120, 40)]
 )
-def test_a_guessed_shape_is_that_of_gpt3(params: str, layers: int, width: int, heads: int) -> None:
+def test_guessed_shapes_equal_gpt3(params: str, layers: int, width: int, heads: int) -> None:
     """Brown et al. 2020, table 2.1 (its 13B is 5140 wide, which its 40 heads do not divide)."""
     assert job(f"--params {params} --gpus 8 --gpu-memory 80GB").shape == gpt(layers, width, heads)
 
 
 @pytest.mark.parametrize("written", ["10K", "1M", "125M", "350M", "1.3B", "70B", "1T"])
-def test_any_guessed_shape_has_about_as_many_parameters(written: str) -> None:
+def test_guessed_shapes_have_about_the_requested_parameters(written: str) -> None:
     asked = job(f"--params {written} --gpus 8 --gpu-memory 80GB")
     assert asked.shape.width % asked.shape.heads == 0
     assert 0.5 < (asked.shape.body + asked.shape.ends) / asked.num_parameters < 2
 
 
-def test_what_is_given_of_a_shape_stays() -> None:
+def test_guesses_keep_the_requested_sizes() -> None:
     assert guessed(7e9, layers=10).layers == 10
     assert guessed(7e9, width=4096) == gpt(35, 4096, 32)
     assert guessed(7e9, heads=7).width % 7 == 0
@@ -84,7 +84,7 @@ def test_what_is_given_of_a_shape_stays() -> None:
     assert guessed(1e6, 2, 100, 10, 77) == gpt(2, 100, 10, 77)
 
 
-def test_no_single_axis_holds_gpt3_on_128_gpus() -> None:
+def test_gpt3_on_128_gpus_needs_two_axes() -> None:
     """8 x 16 is Megatron's way and fits; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold
     it in no way."""
     chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
@@ -127,7 +127,7 @@ def claim(mode: Any, config: Config, variant: str, name: str) -> float:
 @pytest.mark.parametrize(
     ("mode", "variant", "stage"), [(dp, "flat", 0), (fsdp, "zero1", 1), (fsdp, "zero2", 2), (fsdp, "zero3", 3)]
 )
-def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage: int) -> None:
+def test_costs_equal_the_modes_predictions(mode: Any, variant: str, stage: int) -> None:
     """Every layer's parameters divide by four here, so that no padding stands between."""
     config, asked = tiny()
     layout = Layout(1, 1, 4, stage)
@@ -140,7 +140,7 @@ def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage:
     assert sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"] != sent(asked, layout)["data"]
 
 
-def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
+def test_adams_step_counters_are_not_planned() -> None:
     config, asked = tiny(weights=Weights(4, masters=False, moment_bytes=8))
     adam = config.model_copy(update={"optimizer": "adamw"})
     tensors = len(list(outline(config).parameters()))
@@ -149,7 +149,7 @@ def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
     assert claim(dp, adam, "flat", "rest bytes") == rest + 4 * tensors
 
 
-def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> None:
+def test_tensor_parallel_bytes_equal_the_modes_prediction() -> None:
     """The mode counts embedding, output layer and loss too: half a layer and three numbers a token."""
     config, asked = tiny(sequence_parallel=False)
     mode = config.model_copy(update={"run_mode": "tp"})
@@ -158,7 +158,7 @@ def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> N
     assert sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
 
 
-def test_context_parallelism_sends_what_its_mode_predicts() -> None:
+def test_context_parallel_bytes_equal_the_modes_prediction() -> None:
     """Keys and values round the ranks of a sample, and one sum of the gradients over them."""
     config, asked = tiny()
     mode = config.model_copy(update={"run_mode": "cp", "microbatches": 1})
@@ -167,7 +167,7 @@ def test_context_parallelism_sends_what_its_mode_predicts() -> None:
     assert found["context"] == 3 * 3 / 4 * 2 * 16 * 8 * 32 * 4 * 2  # 3(c-1)/c of K and V, of two layers
 
 
-def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> None:
+def test_context_parallelism_divides_activations_and_messages() -> None:
     """ZeRO's shards lie over all that hold the same, whether of other samples or of other positions."""
     asked = job(f"{SEVEN} --seq 8192")
     whole, cut = Layout(2, 2, 16, 3), Layout(2, 2, 4, 3, context=4)
@@ -180,7 +180,7 @@ def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> 
     assert per_microbatch[0] == 4 * per_microbatch[1]
 
 
-def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
+def test_attention_hides_all_but_the_last_ring_turn() -> None:
     asked, layout = job(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
     all_s = ring_bytes(asked, layout) / asked.link.effective
     over_nodes = replace(asked, gpus_per_node=4)
@@ -190,7 +190,7 @@ def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
     assert ring_bytes(again, layout) == pytest.approx(4 / 3 * ring_bytes(asked, layout))
 
 
-def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
+def test_recomputation_repeats_tensor_parallel_sums() -> None:
     """Of a layer six all_reduces in place of four; selective recomputation does scores again, which no rank shares."""
     plain, again = job(f"{SEVEN} --no-sequence-parallel"), job(f"{SEVEN} --no-sequence-parallel --recompute")
     layout = Layout(8, 1, 8, 0)
@@ -199,7 +199,7 @@ def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
     assert sent(job(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == sent(plain, layout)
 
 
-def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_assumed_peak_depends_on_the_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """NVIDIA's data sheet of the A100: 312 TFLOP/s in bf16 and fp16, 156 in TF32."""
     mixed, single, given = (
         job(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
@@ -216,7 +216,7 @@ def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.C
         assert words in re.sub(r"\n {11}", " ", capsys.readouterr().out)
 
 
-def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
+def test_a_slow_link_changes_the_choice() -> None:
     fast, slow = (plan(job(f"{SEVEN} --link {rate}")) for rate in ("400Gbit", "10Gbit"))
     assert slow.costs["zero3"].exposed_s > 10 * fast.costs["zero3"].exposed_s
     assert slow.costs["zero3"].compute_s == fast.costs["zero3"].compute_s
@@ -224,7 +224,7 @@ def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
     assert plan(job(f"{SEVEN} --link 100Tbit --latency 0us")).costs["dp"].exposed_s == 0
 
 
-def test_more_gpus_train_more_and_one_gpu_stands_alone() -> None:
+def test_a_small_model_on_one_and_eight_gpus() -> None:
     alone = plan(job("--params 100M --gpus 1 --gpu-memory 80GB"))
     assert set(alone.left_out) >= {"tp x dp", "pp x dp"}
     assert alone.pick is not None and alone.pick.layout.name == "dp" and alone.pick.sent_bytes == 0
@@ -232,7 +232,7 @@ def test_more_gpus_train_more_and_one_gpu_stands_alone() -> None:
     assert small.pick is not None and "DDP" in framework(small.pick.layout)[0]
 
 
-def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedies_are_printed_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--params 70B --gpus 8 --gpu-memory 80GB --batch 4"
     said = list(remedies(job(line)))
     assert said[0].startswith("--gpus 16 --recompute --batch 1: then ")
@@ -248,7 +248,7 @@ def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert next(remedies(job("--params 7B --gpus 2 --gpu-memory 80GB --batch 4"))).startswith("--recompute")
 
 
-def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = (
         "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate"
         " /absent"
@@ -276,12 +276,12 @@ def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
         ("--seq", "expected one argument"),
     ],
 )
-def test_what_cannot_be_is_refused(more: str, words: str) -> None:
+def test_invalid_options_are_refused(more: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         job(f"{SEVEN} {more}")
 
 
-def test_units_mean_what_they_say() -> None:
+def test_units_of_options() -> None:
     asked = job(
         "--params 1.5b --gpus 8 --gpu-memory 80GiB --link 400Gbps --node-link 50GB/s --latency 2ms --utilisation 0.5"
     )
@@ -303,7 +303,7 @@ def run_of(folder: Path, mode: str, *records: Record) -> Path:
     return folder
 
 
-def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
+def test_calibration_replaces_data_sheets(tmp_path: Path) -> None:
     table = Table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], [["gloo", 2, 250.0, 0.0125, "9%"]])
     comm = run_of(tmp_path / "comm", "comm", table)
     seconds = {"forward": 0.02, "backward": 0.04}
@@ -331,12 +331,12 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
         ("dp", [], "it takes a finished run, of comm"),
     ],
 )
-def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
+def test_a_run_without_usable_figures_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_question([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
 
 
-def test_it_needs_no_torch() -> None:
+def test_plan_needs_no_torch() -> None:
     program = f"import sys, distlab.cli.plan as plan; plan.main({SEVEN.split()}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -362,12 +362,12 @@ def settings(told: str) -> dict[str, str]:
         (Layout(8, 2, 4, 1, 2), (1, 2, 2, 2)),  # four axes of two ranks would be 16
     ],
 )
-def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
+def test_see_keeps_every_axis(layout: Layout, sizes: tuple[int, ...]) -> None:
     assert tuple(shrunk(layout).values()) == sizes
     assert math.prod(sizes) <= MOST_RANKS
 
 
-def test_every_kind_is_a_run_that_the_lab_takes() -> None:
+def test_see_prints_a_valid_run_for_every_kind() -> None:
     job, *_ = read_question([*SEVEN.split(), "--recompute"])
     for (_, tensor, pipeline, stage), context in itertools.product(KINDS, (False, True)):
         given = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
@@ -380,14 +380,14 @@ def test_every_kind_is_a_run_that_the_lab_takes() -> None:
 
 
 @pytest.mark.parametrize("see", [True, False])
-def test_the_answer_ends_with_it_where_it_is_asked_for(see: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_see_adds_the_command_at_the_end(see: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVEN.split(), *(["--see"] if see else [])]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert ("RUN_MODE=mesh" in last) == see
     assert not see or settings(last)["LAB_MESH"] == "dp8"
 
 
-def test_long_samples_are_shown_on_a_mesh_that_cuts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_see_shows_long_samples_with_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     long = "--seq 131072 --recompute selective --node-link 900GB/s --link 100Gbit --see"
     assert main([*SEVEN.split(), *long.split()]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]

@@ -90,7 +90,7 @@ def test_number_of_sends_over_plain_tcp(world_size: int, nbytes: int) -> None:
     assert fabric.num_sends == told
 
 
-def test_scratch_memory_is_used_again() -> None:
+def test_scratch_memory_is_reused() -> None:
     fabric = Fabric(3, late=False)
     for _ in range(4):
         fabric.run(lambda peers: ALGORITHMS["ring"].all_reduce(peers, torch.ones(30)))
@@ -116,17 +116,17 @@ def overwrites_what_is_under_way(peers: Peers) -> Steps:
     assert incoming.item() == 1, "changed on the way"
 
 
-def test_the_fabric_sees_a_deadlock() -> None:
+def test_fabric_detects_a_deadlock() -> None:
     with pytest.raises(Deadlock, match=r"ranks \[0, 1, 2\] wait"):
         Fabric(3, late=False).run(sends_before_it_receives)
 
 
-def test_the_fabric_sees_a_tensor_that_is_changed_under_way() -> None:
+def test_fabric_detects_a_tensor_changed_in_flight() -> None:
     with pytest.raises(AssertionError, match="changed on the way"):
         Fabric(2, late=True).run(overwrites_what_is_under_way)
 
 
-def test_the_fabric_sees_a_send_that_nobody_receives() -> None:
+def test_fabric_detects_a_send_without_receive() -> None:
     def steps(peers: Peers) -> Steps:
         peers.post(1, sends=[(peers.after(1), torch.ones(1))])
         return

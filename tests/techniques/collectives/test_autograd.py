@@ -73,18 +73,18 @@ def apart(measured: Tensor | None, true: Tensor | None) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", OWN)
-def test_each_rank_its_own_loss(ranks: Ranks, name: str, world_size: int) -> None:
+def test_gradients_of_local_losses(ranks: Ranks, name: str, world_size: int) -> None:
     assert max(ranks(world_size, own, name)) < 1e-12
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", REPLICATED)
-def test_a_replicated_loss(ranks: Ranks, name: str, world_size: int) -> None:
+def test_gradients_of_a_replicated_loss(ranks: Ranks, name: str, world_size: int) -> None:
     assert max(ranks(world_size, replicated, name, True)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
-def test_negative_control_the_other_backward_is_seen(ranks: Ranks, name: str) -> None:
+def test_negative_control_wrong_backward_is_detected(ranks: Ranks, name: str) -> None:
     assert max(ranks(2, replicated, name, False)) > 1e-2
 
 
@@ -101,5 +101,5 @@ def megatron(group: dist.ProcessGroup) -> float:
     return apart(x.grad, dense.grad)
 
 
-def test_f_and_g_make_a_tensor_parallel_block(ranks: Ranks) -> None:
+def test_f_and_g_give_tensor_parallel_gradients(ranks: Ranks) -> None:
     assert max(ranks(2, megatron)) == 0

@@ -67,7 +67,7 @@ def run_all(group: dist.ProcessGroup, name: str, length: int, dtype: str, in_pla
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataObject) -> None:
+def test_sums_at_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 4))
     length = data.draw(st.one_of(st.sampled_from([0, 1, 2, 3, 5]), st.integers(6, 3000)))
     dtype, in_place = data.draw(st.sampled_from(sorted(DTYPES))), data.draw(st.booleans())
@@ -79,7 +79,7 @@ def test_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_than_a_block(ranks: Ranks, name: str) -> None:
+def test_tensors_longer_than_a_block(ranks: Ranks, name: str) -> None:
     """1.5 MiB a rank: several blocks in a sum, the last one shorter."""
     results = ranks(3, run_all, name, 3 * 400_001 + 1, "float32", True, timeout_s=100)
     assert [result["faults"] for result in results] == [[]] * 3
@@ -98,7 +98,7 @@ def under_way(group: dist.ProcessGroup, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_under_way(ranks: Ranks, name: str) -> None:
+def test_several_calls_in_flight(ranks: Ranks, name: str) -> None:
     assert ranks(4, under_way, name) == [True] * 4
 
 
@@ -136,7 +136,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return sentences
 
 
-def test_wrong_calls_say_what_is_allowed(ranks: Ranks) -> None:
+def test_errors_name_the_allowed_arguments(ranks: Ranks) -> None:
     first, second, third, fourth = ranks(2, refused)[0]
     assert "output has 6 elements" in first
     assert "of 9 elements of torch.float32 has 5" in first
@@ -161,7 +161,7 @@ def run_forgetful(group: dist.ProcessGroup) -> dict[str, object]:
         return run_all(group, "ring", 12, "float32", True)
 
 
-def test_negative_control_a_wrong_sum_is_seen(ranks: Ranks) -> None:
+def test_negative_control_wrong_sum_is_detected(ranks: Ranks) -> None:
     for result in ranks(2, run_forgetful):
         assert {str(fault).split()[0] for fault in result["faults"]} == {"all_reduce", "reduce_scatter", "all_gather"}
 
@@ -184,7 +184,7 @@ class Broken(dist.Work):
         raise RuntimeError("Timed out waiting 40000ms")
 
 
-def test_a_message_that_fails_names_its_peer() -> None:
+def test_a_failed_message_names_its_peer() -> None:
     with pytest.raises(RuntimeError, match="receive from rank 2 failed: Timed out"):
         GroupMessage(Broken(), "receive from", "rank 2").wait()
 
@@ -201,7 +201,7 @@ def test_a_message_that_fails_names_its_peer() -> None:
         ("all_gather", 2, {4 << 20: "backend", 16 << 20: "direct"}),
     ],
 )
-def test_pick(op: str, world_size: int, picks: dict[int, str]) -> None:
+def test_algorithm_picked_by_size(op: str, world_size: int, picks: dict[int, str]) -> None:
     assert {nbytes: pick(op, nbytes, world_size) for nbytes in picks} == picks
 
 
@@ -223,7 +223,7 @@ def scatter_and_gather_rows(group: dist.ProcessGroup, name: str, num_rows: int) 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_rows", [2, 5, 6])
-def test_rows_stay_whole(ranks: Ranks, name: str, num_rows: int) -> None:
+def test_chunks_contain_whole_rows(ranks: Ranks, name: str, num_rows: int) -> None:
     assert ranks(3, scatter_and_gather_rows, name, num_rows) == [[True, True]] * 3
 
 
@@ -249,7 +249,7 @@ def both(group: dist.ProcessGroup, num_rows: int) -> tuple[list[bool], list[Call
 
 
 @pytest.mark.parametrize(("world_size", "num_rows"), [(2, 6), (2, 5), (3, 7), (3, 2), (4, 9)])
-def test_it_is_directs_sum_to_the_bit(ranks: Ranks, world_size: int, num_rows: int) -> None:
+def test_all_to_all_sum_equals_direct_bitwise(ranks: Ranks, world_size: int, num_rows: int) -> None:
     sizes = [len(chunk) for chunk in torch.arange(num_rows).tensor_split(world_size)]
     for rank, (alike, called) in enumerate(ranks(world_size, both, num_rows)):
         assert alike == [True, True]

@@ -47,21 +47,21 @@ values = st.recursive(
 
 
 @given(values)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     found = from_bytes(to_bytes(value, CLASSES), CLASSES)
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
-def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 3).to(dtype)
     found, size, kind, seen = from_bytes(to_bytes((tensor, tensor.shape, dtype, {1, 2})))
     assert torch.equal(found, tensor) and found.dtype == dtype and found.shape == tensor.shape
     assert (size, kind, seen) == (tensor.shape, dtype, {1, 2}) and type(size) is torch.Size
 
 
-def test_what_is_of_no_plain_kind_is_not_sent() -> None:
+def test_other_types_are_not_sent() -> None:
     with pytest.raises(TypeError, match="a Pair cannot be sent as a plain value"):
         to_bytes(Pair(1))
     with pytest.raises(TypeError, match="a function cannot be sent as a plain value"):
@@ -88,7 +88,7 @@ def said(plain: Any, memory: bytes = b"") -> bytes:
     ],
     ids=range(13),
 )  # fmt: skip
-def test_what_is_no_value_is_refused(data: bytes) -> None:
+def test_invalid_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="a rank's value"):
         from_bytes(data, CLASSES)
 
@@ -101,7 +101,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         return
 
 
-def test_every_rank_has_what_all_have(ranks: Ranks) -> None:
+def test_all_gather_returns_every_ranks_value(ranks: Ranks) -> None:
     assert ranks(3, gathered) == [[(0, [0.0] * 0), (1, [0.0]), (2, [0.0, 0.0])]] * 3
 
 

@@ -28,7 +28,7 @@ def painted(piece: LocalShard) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 5), max_size=3), st.data())
-def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_the_flat_run(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(start, numel))
@@ -40,7 +40,7 @@ def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -
     assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_boxes_are_views_of_what_is_trained_on() -> None:
+def test_boxes_are_views_of_the_weights() -> None:
     run = torch.arange(7.0)
     piece = flat_piece(run, 2, torch.Size([3, 4]))
     assert [offset for offset, _ in piece.boxes] == [(0, 2), (1, 0), (2, 0)]
@@ -50,7 +50,7 @@ def test_the_boxes_are_views_of_what_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize(("rank", "offset"), [(0, (0, 0)), (1, (0, 3)), (2, (0, 5))])
-def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) -> None:
+def test_a_slice_knows_its_offset(rank: int, offset: tuple[int, int]) -> None:
     cut, dense = Slice(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
     piece = cut.place(cut.piece(dense, rank), rank)
     assert piece.shape == dense.shape
@@ -59,7 +59,7 @@ def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) ->
     assert torch.equal(drawn[drawn >= 0], dense[drawn >= 0])
 
 
-def test_a_rank_without_a_part_has_no_box() -> None:
+def test_an_empty_part_has_no_boxes() -> None:
     assert Slice(0, (1, 0)).place(torch.empty(0, 4), 1) == LocalShard(torch.Size([1, 4]), [])
     assert flat_piece(torch.empty(0), 3, torch.Size([5])).boxes == []
 
@@ -83,7 +83,7 @@ def gathered(group: dist.ProcessGroup, fault: str = "") -> dict[str, Tensor]:
     return dict(assembled(pieces, Peers(group)))
 
 
-def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> None:
+def test_rank_0_assembles_the_dense_tensors(ranks: Ranks) -> None:
     first, second = ranks(2, gathered)
     assert torch.equal(first["matrix"], DENSE)
     assert first["number"].item() == 7
@@ -98,7 +98,7 @@ def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> No
         ("twice", "number has 1 elements, .* have 2"),
     ],
 )
-def test_what_is_not_there_once_is_said(ranks: Ranks, fault: str, said: str) -> None:
+def test_missing_and_duplicate_elements_are_reported(ranks: Ranks, fault: str, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         ranks(2, gathered, fault)
 
@@ -112,12 +112,12 @@ def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
     return [(each.dtype, each.flatten().tolist()) for each in dict(assembled(pieces, Peers(group))).values()]
 
 
-def test_each_tensor_keeps_its_type(ranks: Ranks) -> None:
+def test_each_tensor_keeps_its_dtype(ranks: Ranks) -> None:
     first, _ = ranks(2, types)
     assert first == [(torch.bfloat16, [0.5, 3.0, -1.0, 1.5, 3.0, -1.0]), (torch.float64, [1 / 3])]
 
 
-def test_a_piece_of_a_slice_stands_where_the_slice_does() -> None:
+def test_a_piece_is_offset_by_its_slice() -> None:
     part = Slice(0, (2, 3)).placed(LocalShard(torch.Size([3, 3]), [((1, 0), DENSE[3:4])]), 1)
     assert part.shape == (5, 3)
     assert part.boxes[0][0] == (3, 0)

@@ -77,7 +77,7 @@ def summed(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_nothing_is_lost_and_all_ranks_hold_the_same(ranks: Ranks, world_size: int) -> None:
+def test_no_gradient_is_lost_and_ranks_agree(ranks: Ranks, world_size: int) -> None:
     every_rank = ranks(world_size, trial, 3)
     for of_ranks in zip(*every_rank, strict=True):
         method, numel, kind, lost, finite, bucket = of_ranks[0]
@@ -104,7 +104,7 @@ def without_feedback(group: dist.ProcessGroup) -> dict[str, tuple[int, float, fl
     return found
 
 
-def test_it_calls_with_as_many_bytes_as_its_formula_and_keeps_nothing_without_feedback(ranks: Ranks) -> None:
+def test_sent_bytes_equal_the_formula_without_feedback(ranks: Ranks) -> None:
     for found in ranks(3, without_feedback):
         for method, (_, called, formula, forgot) in found.items():
             assert called == pytest.approx(formula, rel=1e-12), method
@@ -127,14 +127,14 @@ def low_rank_sums(group: dist.ProcessGroup) -> list[tuple[int, float]]:
     return found
 
 
-def test_powersgd_over_four_ranks_has_its_rank_and_says_a_sum_of_that_rank_whole(ranks: Ranks) -> None:
+def test_powersgd_is_exact_for_matrices_of_its_rank(ranks: Ranks) -> None:
     for (rank, off), (_, exact) in ranks(4, low_rank_sums):
         assert rank == RANK
         assert off > 0.1
         assert exact < 1e-12
 
 
-def test_orthonormal_columns_even_where_there_are_none() -> None:
+def test_orthonormal_columns_of_degenerate_matrices() -> None:
     for columns in (torch.zeros(5, 3), torch.ones(5, 3), torch.randn(5, 3), torch.randn(3, 3).bfloat16()):
         basis = orthonormal(columns)
         assert basis.dtype == columns.dtype
@@ -146,7 +146,7 @@ def test_orthonormal_columns_even_where_there_are_none() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 9, 1000, 200_000])
-def test_the_largest_are_exactly_those_that_a_stable_sort_puts_first(numel: int) -> None:
+def test_largest_equals_a_stable_sort(numel: int) -> None:
     torch.manual_seed(numel)
     cases = {
         "normal": torch.randn(numel),
@@ -164,7 +164,7 @@ def test_the_largest_are_exactly_those_that_a_stable_sort_puts_first(numel: int)
             assert torch.equal(largest(values, k).sort().values, wanted.sort().values), (name, k)
 
 
-def test_drawn_places_are_different_ones_alike_by_seed_and_each_as_often() -> None:
+def test_drawn_indices_are_distinct_seeded_and_uniform() -> None:
     for numel, k in ((1, 1), (10, 2), (10, 10), (5000, 50), (5000, 1000), (5000, 1300)):
         first, again, other = (draw_places(numel, k, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
         assert len(first) == len(first.unique()) == k
@@ -191,7 +191,7 @@ def averages(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
     return found
 
 
-def test_stochastic_rounding_and_scaled_random_places_are_right_on_average_and_top_k_is_not(ranks: Ranks) -> None:
+def test_int8_and_randomk_are_unbiased_and_topk_is_not(ranks: Ranks) -> None:
     found = ranks(2, averages, 400)[0]
     assert found["int8"] == pytest.approx(1, abs=0.002)
     assert found["randomk"] == pytest.approx(1, abs=0.1)
@@ -215,7 +215,7 @@ def said_whole(group: dist.ProcessGroup) -> dict[str, float]:
     return found
 
 
-def test_what_a_method_can_say_whole_is_the_dense_sum(ranks: Ranks) -> None:
+def test_representable_gradients_are_summed_exactly(ranks: Ranks) -> None:
     for found in ranks(3, said_whole):
         assert max(found.values()) < 1e-12
 
@@ -230,7 +230,7 @@ def beyond_16_bits(group: dist.ProcessGroup) -> tuple[float, float]:
     return max(parts[0].tolist()), max(parts[1].tolist())
 
 
-def test_a_gradient_beyond_16_bits_is_sent_by_half_and_half_is_left(ranks: Ranks) -> None:
+def test_fp16_overflow_stays_in_the_residual(ranks: Ranks) -> None:
     for came_out, left in ranks(3, beyond_16_bits):
         assert (came_out, left) == pytest.approx((0.5, 0.5), abs=4 * 2.0**-11)  # the limit is rounded, and each sum
 
@@ -252,7 +252,7 @@ def rounded_up(group: dist.ProcessGroup) -> list[float]:
     return found
 
 
-def test_codes_go_up_as_often_as_the_share_above_them(ranks: Ranks) -> None:
+def test_int8_rounds_up_with_the_right_probability(ranks: Ranks) -> None:
     for found in ranks(2, rounded_up):
         assert max(found) < 6  # one in 10^9
 
@@ -266,7 +266,7 @@ def places_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     return found
 
 
-def test_random_places_are_alike_on_all_ranks_and_other_ones_each_step(ranks: Ranks) -> None:
+def test_random_indices_equal_on_ranks_and_change_per_step(ranks: Ranks) -> None:
     one, other = ranks(2, places_of_steps)
     assert one == other
     assert [len(places) for places in one] == [100] * 4
@@ -292,7 +292,7 @@ def sixteen_bits(group: dist.ProcessGroup) -> dict[str, tuple[bool, bool]]:
     return found
 
 
-def test_gradients_of_16_bits_are_compressed_too(ranks: Ranks) -> None:
+def test_bfloat16_gradients_are_compressed(ranks: Ranks) -> None:
     for found in ranks(2, sixteen_bits):
         assert found == dict.fromkeys(MAKE, (True, True))
 
@@ -317,7 +317,7 @@ def through_buckets(group: dist.ProcessGroup) -> tuple[list[list[tuple[int, ...]
     return seen, right
 
 
-def test_each_bucket_has_an_all_reduce_of_its_own_for_the_shapes_in_it(ranks: Ranks) -> None:
+def test_each_bucket_has_its_own_compressor(ranks: Ranks) -> None:
     for seen, right in ranks(2, through_buckets):
         assert seen == [[(2, 5), (3,)], [(4, 3)]]
         assert right

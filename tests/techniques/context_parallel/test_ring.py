@@ -48,7 +48,7 @@ def drawn(rows: int, keys: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_and_its_gradients_are_those_of_autograd(way: str, causal: bool) -> None:
+def test_a_block_equals_autograd(way: str, causal: bool) -> None:
     forward, backward = WAYS[way]
     q, k, v = drawn(5, 5 if causal else 3)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -69,7 +69,7 @@ def test_a_block_and_its_gradients_are_those_of_autograd(way: str, causal: bool)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cut", [1, 4, 6])
-def test_two_parts_of_the_keys_are_the_whole_forward_and_backward(way: str, cut: int) -> None:
+def test_merged_key_blocks_equal_one_block(way: str, cut: int) -> None:
     forward, backward = WAYS[way]
     q, k, v = (each.detach() for each in drawn(5, 7))
     whole = forward(q, k, v, causal=False)
@@ -94,7 +94,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 3), (3, 0), (0, 0)])
-def test_nothing_gives_nothing(rows: int, keys: int) -> None:
+def test_empty_rows_or_keys(rows: int, keys: int) -> None:
     q, k, v = (each.detach() for each in drawn(rows, keys))
     part = attend(q, k, v)
     assert part.out.shape == q.shape and not part.out.any()
@@ -102,7 +102,7 @@ def test_nothing_gives_nothing(rows: int, keys: int) -> None:
     assert [each.shape for each in attend_backward(q, q, k, v, part)] == [q.shape, k.shape, v.shape]
 
 
-def test_what_saw_nothing_adds_nothing() -> None:
+def test_a_block_without_keys_adds_nothing() -> None:
     q, k, v = (each.detach() for each in drawn(3, 4))
     part, wanted = attend(q, k, v), attend(q, k, v)
     merge(part, attend(q, k[:, :, :0], v[:, :, :0]))
@@ -110,13 +110,13 @@ def test_what_saw_nothing_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sixteen_bits_are_summed_in_float32(way: str) -> None:
+def test_log_sum_exp_of_bfloat16_is_float32(way: str) -> None:
     q, k, v = (each.detach() for each in drawn(3, 4, torch.bfloat16))
     part = WAYS[way][0](q, k, v, causal=False)
     assert (part.out.dtype, part.lse.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rows_are_views() -> None:
+def test_rows_from_returns_views() -> None:
     part = Part(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3))
     part.rows_from(2).out.fill_(1)
     part.rows_from(2).lse.fill_(1)
@@ -130,7 +130,7 @@ def test_rows_are_views() -> None:
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
 )
-def test_a_ring_does_what_one_process_does(
+def test_ring_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, RingAttention, cut, length, heads)
@@ -145,7 +145,7 @@ def test_a_ring_does_what_one_process_does(
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
 )
-def test_keys_that_go_where_they_are_seen_do_the_same(
+def test_shift_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
@@ -184,14 +184,14 @@ def test_without_log_sum_exp_the_result_is_wrong(ranks: Ranks) -> None:
     assert all_of(found, "out") > 1e-3
 
 
-def test_gradients_that_stay_where_the_keys_were_are_those_of_the_keys_alone(ranks: Ranks) -> None:
+def test_key_gradients_that_are_not_returned_are_wrong(ranks: Ranks) -> None:
     found = ranks(3, differences, Left, contiguous, 9, 1)
     assert max(all_of(found, "out"), all_of(found, "dq")) < 1e-14
     assert all_of(found, "dk") > 1e-3 and all_of(found, "dv") > 1e-3
     assert max(found[2][0].values()) < 1e-14  # nobody behind the last rank looks at its keys
 
 
-def test_a_mask_by_local_positions_is_seen(ranks: Ranks) -> None:
+def test_a_mask_by_local_positions_is_detected(ranks: Ranks) -> None:
     found = ranks(2, differences, one_run, zigzag, 8, 1)
     assert all_of(found, "out") > 1e-3
 
@@ -223,7 +223,7 @@ def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -
 
 
 @pytest.mark.parametrize("kind", [RingAttention, ShiftAttention])
-def test_partial_results_of_16_bits_are_added_up_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
+def test_partial_results_are_summed_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
     """No proof in float64 and no loss shows it."""
     assert ranks(2, added_in, kind, False) == [{torch.float32}] * 2
     assert ranks(2, added_in, kind, True) == [{torch.bfloat16}] * 2
@@ -238,5 +238,5 @@ def sources(group: dist.ProcessGroup) -> list[int]:
     return [source for source, _ in came]
 
 
-def test_keys_come_from_the_rank_before_and_then_from_those_before_it(ranks: Ranks) -> None:
+def test_keys_arrive_in_ring_order(ranks: Ranks) -> None:
     assert ranks(3, sources) == [[2, 1], [0, 2], [1, 0]]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 4), (3, 13, 5), (4, 3, 6), (4, 9, 2), (3, 1, 1)]
 )
-def test_ulysses_does_what_one_process_does(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
+def test_ulysses_equals_one_process(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
     found = ranks(world_size, differences, UlyssesAttention, contiguous, length, heads)
     assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
     rows, of_heads = contiguous(length, world_size).num_rows, partition_sizes(heads, world_size)
@@ -42,7 +42,7 @@ class Unsorted(UlyssesAttention):
             return super().__call__(q, k, v)
 
 
-def test_parts_in_another_order_are_seen(ranks: Ranks) -> None:
+def test_wrong_order_of_parts_is_detected(ranks: Ranks) -> None:
     assert all_of(ranks(2, differences, Unsorted, contiguous, 8, 4), "out") > 1e-3
 
 
@@ -58,7 +58,7 @@ def there_and_back(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     return by_heads.flatten().int().tolist(), rows.tolist()
 
 
-def test_a_rank_gets_all_positions_of_its_heads_in_their_order(ranks: Ranks) -> None:
+def test_a_rank_receives_all_positions_of_its_heads(ranks: Ranks) -> None:
     assert [heads for heads, _ in ranks(2, there_and_back)] == [
         [0, 10, 20, 30, 40, 1, 11, 21, 31, 41],
         [2, 12, 22, 32, 42],

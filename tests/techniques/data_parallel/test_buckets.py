@@ -16,9 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
-def test_layout_holds_each_parameter_once_in_reverse_and_closes_full_buckets(
-    sizes: list[int], bucket_bytes: int
-) -> None:
+def test_layout_fills_buckets_in_reverse_order(sizes: list[int], bucket_bytes: int) -> None:
     buckets = layout(sizes, bucket_bytes)
     assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
     held = [sum(sizes[index] for index in bucket) for bucket in buckets]
@@ -27,7 +25,7 @@ def test_layout_holds_each_parameter_once_in_reverse_and_closes_full_buckets(
         assert size - sizes[bucket[-1]] < bucket_bytes  # it was not full before its last one
 
 
-def test_one_bucket_without_a_bound() -> None:
+def test_one_bucket_without_size_limit() -> None:
     assert layout([4, 8, 4], float("inf")) == [[2, 1, 0]]
 
 
@@ -116,7 +114,7 @@ def alike(group: dist.ProcessGroup) -> list[Tensor]:
     return parameters
 
 
-def test_broadcast_gives_all_ranks_those_of_the_first(ranks: Ranks) -> None:
+def test_broadcast_copies_the_parameters_of_rank_0(ranks: Ranks) -> None:
     first, *others = ranks(3, alike)
     torch.manual_seed(0)
     assert torch.equal(first[0], torch.rand(3, 2))

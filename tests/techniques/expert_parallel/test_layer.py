@@ -24,7 +24,7 @@ WIDTH, HIDDEN = 4, 6
 
 @settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_a_copy_holds_everything_once(experts: int, hidden: int, copies: int, ep: int, tp: int) -> None:
+def test_each_copy_stores_every_weight_once(experts: int, hidden: int, copies: int, ep: int, tp: int) -> None:
     placement = Placement.spread(experts, hidden, copies=copies, ep=ep, tp=tp)
     for name, shape in (("up", (experts, WIDTH, hidden)), ("down", (experts, hidden, WIDTH))):
         for copy in range(copies):
@@ -44,13 +44,13 @@ def test_ranks_are_laid_out_as_a_mesh() -> None:
     assert [placement.members(rank) for rank in (0, 3, 4, 7)] == [range(4), range(4), range(4, 8), range(4, 8)]
 
 
-def test_more_places_than_experts_leave_some_empty() -> None:
+def test_surplus_ranks_have_no_experts() -> None:
     placement = Placement.spread(2, 4, ep=3)
     assert [len(placement.experts_of(rank)) for rank in range(3)] == [1, 1, 0]
     assert placement.piece("up", torch.zeros(0, WIDTH, 4), 2).boxes == []
 
 
-def test_a_piece_says_where_it_stands() -> None:
+def test_a_piece_knows_its_offset() -> None:
     placement = Placement.spread(4, 6, ep=2, tp=2)
     part = torch.zeros(2, 3, WIDTH)
     piece = placement.piece("down", part, 3)
@@ -77,7 +77,7 @@ def swapped(group: dist.ProcessGroup, table: list[list[int]]) -> list[list[float
 @pytest.mark.parametrize(
     "table", [[[1, 2], [0, 3]], [[0, 0], [0, 0]], [[2, 0, 1], [0, 0, 0], [3, 1, 4]]], ids=["two", "none", "three"]
 )
-def test_rows_come_rank_after_rank(ranks: Ranks, table: list[list[int]]) -> None:
+def test_rows_arrive_in_rank_order(ranks: Ranks, table: list[list[int]]) -> None:
     for rank, came in enumerate(ranks(len(table), swapped, table)):
         wanted = []
         for source, of_rank in enumerate(table):
@@ -112,7 +112,7 @@ ADMITTED = [[2, 0, 1], [1, 3, 0], [0, 0, 0]]
 @pytest.mark.parametrize(
     "held", [[range(2), range(2, 3), range(3, 3)], [range(1), range(1, 2), range(2, 3)]], ids=["an empty rank", "even"]
 )
-def test_experts_see_their_rows_and_ranks_their_own_again(ranks: Ranks, held: list[range]) -> None:
+def test_rows_reach_their_experts_and_return(ranks: Ranks, held: list[range]) -> None:
     for rank, (back, gradient, computed, (give, take)) in enumerate(ranks(3, around, held, ADMITTED)):
         factors = [float(expert + 1) for expert, count in enumerate(ADMITTED[rank]) for _ in range(count)]
         assert back == [[rank * factor, index * factor] for index, factor in enumerate(factors)]
@@ -121,7 +121,7 @@ def test_experts_see_their_rows_and_ranks_their_own_again(ranks: Ranks, held: li
         assert (sum(give), sum(take)) == (sum(ADMITTED[rank]), sum(computed[0]))
 
 
-def test_ranks_that_share_experts_all_get_their_rows(ranks: Ranks) -> None:
+def test_replicated_experts_all_receive_the_rows(ranks: Ranks) -> None:
     """Both hold both experts: each row goes to each, and comes back from each."""
     admitted = [[1, 1], [2, 0]]
     (first, gradient, computed, numbers), _ = ranks(2, around, [range(2), range(2)], admitted)
@@ -153,7 +153,7 @@ def queues(experts: Tensor, num_experts: int, places: int) -> dict[int, list[tup
     st.integers(0, 99), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 3),
     st.integers(0, 9),
 )  # fmt: skip
-def test_ranks_keep_what_one_process_keeps(
+def test_capacity_admits_the_tokens_of_one_process(
     seed: int, dealt: list[int], experts: int, top_k: int, places: int
 ) -> None:  # fmt: skip
     top_k = min(top_k, experts)
@@ -174,14 +174,14 @@ def test_ranks_keep_what_one_process_keeps(
     assert {expert: sorted(of) for expert, of in found.items()} == {e: sorted(of) for e, of in wanted.items()}
 
 
-def test_first_choices_of_all_come_before_second_ones() -> None:
+def test_first_choices_precede_second_choices() -> None:
     """Two ranks, two tokens each: expert 0 is everyone's, first or second."""
     table = torch.tensor([[[1, 1], [1, 1]], [[2, 0], [0, 2]]])  # [n, k, E]
     assert layer.queued(table).tolist() == [[[0, 0], [3, 1]], [[1, 1], [4, 2]]]
     assert layer.admitted(table, 3).tolist() == [[1, 2], [2, 1]]
 
 
-def test_a_single_gate_is_its_probability_and_several_share_one() -> None:
+def test_a_single_gate_and_normalized_gates() -> None:
     scores = scores_of(1, 7, 4)
     one, two = layer.choose(scores, 1), layer.choose(scores, 2)
     assert torch.equal(one.gates[0], scores.softmax(-1).max(-1).values)
@@ -194,11 +194,11 @@ def test_a_single_gate_is_its_probability_and_several_share_one() -> None:
     ("tokens", "top_k", "experts", "factor", "places"),
     [(1024, 2, 8, 1.25, 320), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0.0, 11)],
 )
-def test_places_are_those_of_gshard(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
+def test_capacity_equals_gshard(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
     assert layer.capacity(tokens, top_k, experts, factor) == places
 
 
-def test_parts_of_the_balance_loss_add_up_to_that_of_the_batch() -> None:
+def test_balance_losses_of_ranks_add_up() -> None:
     scores, experts = scores_of(3, 12, 4), 4
     whole = layer.choose(scores, 2)
     share, mean = whole.wanted.sum(0).double() / 24, whole.probabilities.mean(0)
@@ -208,12 +208,12 @@ def test_parts_of_the_balance_loss_add_up_to_that_of_the_batch() -> None:
     assert float(parts) == pytest.approx(12 * experts * float((share * mean).sum()), rel=1e-14)
 
 
-def test_an_even_batch_has_a_balance_loss_of_one_a_token() -> None:
+def test_balance_loss_of_an_even_batch() -> None:
     probabilities = torch.full((8, 4), 0.25)
     assert float(layer.balance_loss(probabilities, torch.full((1, 1, 4), 2))) == pytest.approx(8)
 
 
-def test_z_loss_is_of_the_whole_sum() -> None:
+def test_z_loss_sums_over_tokens() -> None:
     assert float(layer.z_loss(torch.zeros(3, 8))) == pytest.approx(3 * math.log(8) ** 2)
 
 
@@ -297,7 +297,7 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
     ],
     ids=["switch", "top_2", "more ranks than experts"],
 )
-def test_ranks_make_what_one_process_makes(ranks: Ranks, mixing: Mixing, dealt: list[int]) -> None:
+def test_layer_equals_one_process(ranks: Ranks, mixing: Mixing, dealt: list[int]) -> None:
     notes = []
     for differences, seen in ranks(len(dealt), compared, mixing, dealt):
         assert {"outputs", "tokens", "router", "extra"} <= set(differences)
@@ -316,5 +316,5 @@ def unnoted(group: dist.ProcessGroup) -> tuple[Any, Any]:
     return layer(torch.zeros(2, 3, WIDTH, dtype=torch.float64)).shape, layer.seen
 
 
-def test_it_notes_nothing_unless_it_is_asked_and_keeps_the_shape(ranks: Ranks) -> None:
+def test_routing_is_recorded_only_on_request(ranks: Ranks) -> None:
     assert ranks(1, unnoted) == [(torch.Size([2, 3, WIDTH]), None)]

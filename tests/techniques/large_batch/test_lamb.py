@@ -68,7 +68,7 @@ def test_bounds_of_the_norm() -> None:
     assert stepped([0.3, 0.4], [1.0, 1.0], bounds=(1.0, 10.0)).norm().item() == pytest.approx(1)
 
 
-def test_norms_of_zero_take_adams_step_and_vectors_always_do() -> None:
+def test_zero_norms_and_vectors_take_adams_step() -> None:
     assert stepped([0.0, 0.0], [1e-3, -1e3]).tolist() == pytest.approx([1, -1], rel=2e-3)
     assert stepped([0.0, 0.0], [0.0, 0.0]).tolist() == [0, 0]
     bias = nn.Parameter(torch.tensor([5.0]))
@@ -77,12 +77,12 @@ def test_norms_of_zero_take_adams_step_and_vectors_always_do() -> None:
     assert bias.item() == pytest.approx(4.5)
 
 
-def test_parts_over_ranks_are_stepped_as_the_whole(ranks: Ranks) -> None:
+def test_sharded_steps_equal_unsharded_steps(ranks: Ranks) -> None:
     assert max(ranks(3, trained_in_parts, Lamb, 0.1, DECAY, True)) <= 1e-12
     assert max(ranks(3, trained_in_parts, Lamb, 0.1, DECAY, False)) > 1e-3
 
 
-def test_groups_of_shapes_are_those_that_the_optimizer_makes() -> None:
+def test_groups_by_shape_equal_split_by_decay() -> None:
     found, wanted = split_by_decay(weights(), DECAY), groups(weights(), DECAY)
     assert [[p.shape for p in group["params"]] for group in found] == [
         [p.shape for p in group["params"]] for group in wanted

@@ -53,13 +53,13 @@ def together(group: dist.ProcessGroup, sizes: dict[str, int], axes: tuple[str, .
     return made.group_desc, dist.get_process_group_ranks(made), mesh.across(*axes) is made
 
 
-def test_a_group_over_two_axes_has_those_that_differ_along_either(ranks: Ranks) -> None:
+def test_a_group_over_two_axes_contains_their_ranks(ranks: Ranks) -> None:
     found = ranks(8, together, {"cp": 2, "tp": 2, "dp": 2}, ("dp", "cp"))
     assert [of_rank[1] for of_rank in found] == [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]] * 2
     assert {(description, once) for description, _, once in found} == {("mesh_dp_cp", True)}
 
 
-def test_a_group_over_axes_of_which_one_is_long_is_that_axis(ranks: Ranks) -> None:
+def test_axes_of_size_one_add_no_ranks(ranks: Ranks) -> None:
     found = ranks(4, together, {"tp": 2, "cp": 2, "dp": 1}, ("dp", "cp"))
     assert [(description, members) for description, members, _ in found] == [
         ("mesh_cp", [0, 1]), ("mesh_cp", [0, 1]), ("mesh_cp", [2, 3]), ("mesh_cp", [2, 3])
@@ -75,10 +75,10 @@ def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
         return str(error)
 
 
-def test_what_is_no_grid_is_refused(ranks: Ranks) -> None:
+def test_a_wrong_number_of_ranks_is_refused(ranks: Ranks) -> None:
     assert ranks(3, refused, {"dp": 2, "tp": 2}, "") == ["a mesh of dp 2 x tp 2 needs 4 ranks, not 3"] * 3
 
 
 @pytest.mark.parametrize(("sizes", "words"), [({"dp": 2, "tp": 4}, "name the axis"), ({"dp": 1, "tp": 8}, "8")])
-def test_one_group_is_meant_only_where_one_axis_is_long(ranks: Ranks, sizes: dict[str, int], words: str) -> None:
+def test_mesh_group_needs_a_single_long_axis(ranks: Ranks, sizes: dict[str, int], words: str) -> None:
     assert all(words in found for found in ranks(8, refused, sizes, ""))

@@ -30,6 +30,6 @@ def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[floa
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_what_is_whole_is_summed_once_over_the_rows(ranks: Ranks, stage: int, microbatches: int) -> None:
+def test_replicated_gradients_are_summed_once_over_rows(ranks: Ranks, stage: int, microbatches: int) -> None:
     found = ranks(2, summed, stage, microbatches)
     assert found == [[rank * microbatches, 3 * microbatches] for rank in (1, 2)]

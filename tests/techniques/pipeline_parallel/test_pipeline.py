@@ -82,7 +82,7 @@ def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None,
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
-def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
+def test_stages_equal_one_process(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
     dense = nn.ModuleList(layers(world_size * chunks))
     total = torch.zeros((), dtype=torch.float64)
     for microbatch, hidden in enumerate(inputs(SIZES[::-1])):
@@ -105,7 +105,7 @@ def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_shape_comes_out_of_its_outline(dtype: torch.dtype) -> None:
+def test_outline_restores_shape_and_dtype(dtype: torch.dtype) -> None:
     for shape in ([], [3], [1, 2, 3, 4]):
         found = zeros_like_outline(outlined(torch.ones(shape, dtype=dtype)), torch.device("cpu"))
         assert (list(found.shape), found.dtype) == (shape, dtype)
@@ -122,7 +122,7 @@ def phases(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     return [(span.kind, span.label) for span in spans]
 
 
-def test_phases_tell_what_a_rank_did(ranks: Ranks) -> None:
+def test_phases_record_the_ranks_actions(ranks: Ranks) -> None:
     first, last = ranks(2, phases)
     assert first == [
         ("forward", "0"), ("send", "0"), ("forward", "1"), ("send", "1"),
@@ -156,7 +156,7 @@ def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
     return [*alive, sum(storage() is not None for storage in storages)]
 
 
-def test_an_activation_goes_with_its_backward(ranks: Ranks) -> None:
+def test_activations_are_freed_by_their_backward(ranks: Ranks) -> None:
     first, *_ = ranks(3, sent_and_alive)
     assert first == [5, 4, 3, 2, 1, 0]
 
@@ -208,14 +208,14 @@ def broken_loss(microbatch: int, output: Tensor, *, raises: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_rank_that_sends_nothing_is_named_by_those_who_wait_for_it(ranks: Ranks, name: str) -> None:
+def test_waiting_ranks_name_a_silent_rank(ranks: Ranks, name: str) -> None:
     first, _, last, *_ = ranks(MAX, failing, name, 1, False)
     assert "receive from rank 1 failed" in first[0]
     assert "receive from rank 1 failed" in last[0]
     assert max(first[1], last[1]) < 3 * TIMEOUT_S
 
 
-def test_a_rank_that_raises_between_receive_and_send_lets_no_other_hang(ranks: Ranks) -> None:
+def test_an_error_between_receive_and_send_hangs_nobody(ranks: Ranks) -> None:
     first, middle, last, *_ = ranks(MAX, failing, "1f1b", 2, True)
     assert last[0] == "no loss today"
     assert "from rank 2 failed" in middle[0] or "to rank 2 failed" in middle[0]

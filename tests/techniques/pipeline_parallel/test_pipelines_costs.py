@@ -50,7 +50,7 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
-def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chunks: int) -> None:
+def test_formulas_equal_the_simulated_schedules(ranks: int, microbatches: int, chunks: int) -> None:
     """The idle share, what runs ahead and what is held, fewer microbatches than ranks included."""
     for name, schedule in made(ranks, microbatches, chunks).items():
         spans = simulate(schedule, LASTS)
@@ -72,7 +72,7 @@ def test_more_chunks_and_more_microbatches_shrink_the_bubble(ranks: int, microba
     assert share <= bubble(ranks, microbatches) + 1e-12
 
 
-def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() -> None:
+def test_microbatches_in_flight_of_1f1b_and_gpipe() -> None:
     assert [in_flight("1f1b", 4, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("1f1b", 4, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
     assert [in_flight("gpipe", 4, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
@@ -80,7 +80,7 @@ def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() ->
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
-def test_ends_are_those_at_which_the_schedule_sends(ranks: int, microbatches: int, chunks: int) -> None:
+def test_pipeline_ends_equal_the_schedules_sends(ranks: int, microbatches: int, chunks: int) -> None:
     for rank, actions in enumerate(interleaved(ranks, microbatches, chunks)):
         takers = [consumer_of(action, ranks * chunks) for action in actions]
         sent = sum(taker is not None and taker.stage % ranks != rank for taker in takers)

@@ -45,12 +45,12 @@ def told(group: dist.ProcessGroup, chunks: int) -> tuple[dict[int, list[bool]], 
 
 
 @pytest.mark.parametrize(("world_size", "chunks"), [(1, 1), (2, 1), (2, 2)])
-def test_the_last_backward_pass_of_each_stage_is_told(ranks: Ranks, world_size: int, chunks: int) -> None:
+def test_reducers_learn_the_last_backward_pass(ranks: Ranks, world_size: int, chunks: int) -> None:
     for passes, holds_a_batch, _ in ranks(world_size, told, chunks):
         assert len(passes) == chunks
         assert all(of_stage == [False, False, True] for of_stage in passes.values())
         assert not holds_a_batch
 
 
-def test_of_what_passes_between_stages_the_shapes_alone_are_kept(ranks: Ranks) -> None:
+def test_only_shapes_are_kept_between_steps(ranks: Ranks) -> None:
     assert all(held <= 3 * 4 for _, _, held in ranks(2, told, 1))

@@ -63,7 +63,7 @@ def awaited_by(action: Action, places: list[int]) -> Message | None:
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_each_microbatch_passes_each_stage_once_and_forward_first(ranks: int, microbatches: int, chunks: int) -> None:
+def test_each_microbatch_passes_each_stage_once(ranks: int, microbatches: int, chunks: int) -> None:
     for schedule, number, stages in all_schedules(ranks, microbatches, chunks).values():
         assert len(schedule) == ranks
         for rank, actions in enumerate(schedule):
@@ -82,7 +82,7 @@ def test_each_microbatch_passes_each_stage_once_and_forward_first(ranks: int, mi
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_gradients_are_added_in_the_order_of_microbatches(ranks: int, microbatches: int, chunks: int) -> None:
+def test_gradients_accumulate_in_microbatch_order(ranks: int, microbatches: int, chunks: int) -> None:
     for schedule, number, _ in all_schedules(ranks, microbatches, chunks).values():
         for actions in schedule:
             by_stage = defaultdict(list)
@@ -174,12 +174,12 @@ def ends(schedule: Schedule, *, waits_for_sends: bool, ahead: int = 2) -> bool:
 
 
 @given(RANKS, MICROBATCHES, CHUNKS, st.sampled_from([1, 2, 100]))
-def test_no_deadlock_where_no_send_is_waited_for(ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
+def test_no_deadlock_with_asynchronous_sends(ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
     for name, (schedule, _, _) in all_schedules(ranks, microbatches, chunks).items():
         assert ends(schedule, waits_for_sends=False, ahead=ahead), name
 
 
-def test_blocking_sends_in_the_order_of_1f1b_do_deadlock() -> None:
+def test_blocking_sends_deadlock_in_1f1b() -> None:
     assert ends(gpipe(4, 8), waits_for_sends=True)
     assert ends(one_forward_one_backward(4, 1), waits_for_sends=True)
     assert not ends(one_forward_one_backward(4, 8), waits_for_sends=True)
@@ -224,17 +224,17 @@ def launches_end(queues: list[list[Launch]]) -> bool:
 
 
 @given(RANKS, st.integers(1, 12), st.integers(1, 3))
-def test_no_deadlock_where_messages_run_in_order_of_launch(ranks: int, microbatches: int, chunks: int) -> None:
+def test_no_deadlock_with_grouped_nccl_launches(ranks: int, microbatches: int, chunks: int) -> None:
     for name, (schedule, _, stages) in all_schedules(ranks, microbatches, chunks).items():
         if stages == 1 and name != "interleaved":  # as the next test shows
             assert launches_end([launches(actions, owners(schedule)) for actions in schedule]), name
 
 
-def test_launches_of_chunks_do_deadlock() -> None:
+def test_interleaved_nccl_launches_deadlock() -> None:
     assert not launches_end([launches(actions, [0, 1, 2, 3] * 2) for actions in interleaved(4, 8, 2)])
 
 
-def test_launches_apart_do_deadlock() -> None:
+def test_separate_nccl_launches_deadlock() -> None:
     apart = [
         [frozenset({part}) for launch in launches(actions, [0, 1]) for part in sorted(launch, reverse=True)]
         for actions in one_forward_one_backward(2, 4)
@@ -245,14 +245,14 @@ def test_launches_apart_do_deadlock() -> None:
 # --- memory; the bubble is held against its formula in tests/techniques/pipeline_parallel/test_pipelines_costs.py ---
 
 
-def test_interleaving_keeps_groups_of_p_in_flight_and_not_the_whole_batch() -> None:
+def test_interleaving_limits_microbatches_in_flight() -> None:
     assert most_in_flight(interleaved(4, 64, 2)[0]) == 4 + 2 * 3 + 1
 
 
 # --- the simulator ---
 
 
-def test_simulation_waits_for_what_an_action_needs() -> None:
+def test_simulation_waits_for_dependencies() -> None:
     spans = simulate(one_forward_one_backward(2, 2), {"forward": 1, "backward": 2})
     assert [(span.kind, span.label, span.start_s, span.end_s) for span in spans[1]] == [
         ("forward", "0", 1, 2), ("backward", "0", 2, 4), ("forward", "1", 4, 5), ("backward", "1", 5, 7),
@@ -265,12 +265,12 @@ def test_simulation_waits_for_what_an_action_needs() -> None:
     ]  # fmt: skip
 
 
-def test_simulation_names_who_waits_for_ever() -> None:
+def test_simulation_names_the_deadlocked_rank() -> None:
     first, second = one_forward_one_backward(2, 2)
     with pytest.raises(ValueError, match=r"rank 0 waits for ever.*backward.*stage=0"):
         simulate([first[::-1], second], {"forward": 1, "backward": 2})
 
 
-def test_dualpipev_says_what_it_takes() -> None:
+def test_dualpipev_needs_2p_microbatches() -> None:
     with pytest.raises(ValueError, match="dualpipev takes at least 2p = 6 microbatches, not 5"):
         dualpipev(3, 5)

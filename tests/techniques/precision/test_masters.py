@@ -25,14 +25,14 @@ def after(persistent: bool) -> tuple[float, Masters]:
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_small_updates(persistent: bool) -> None:
+def test_small_updates_need_persistent_masters(persistent: bool) -> None:
     value, masters = after(persistent)
     assert value == (1 + STEPS / 1024 if persistent else 1.0)
     assert masters.parameters[0].numel() == persistent  # a copy is gone after its update
     assert masters.parameters[0].grad is None
 
 
-def test_unscaling_in_16_bits_would_underflow_again() -> None:
+def test_unscaling_in_float32_avoids_underflow() -> None:
     gradient = torch.tensor([1e-8 * 65536], dtype=torch.float16)
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     weight.grad = gradient

@@ -19,7 +19,7 @@ PASSES = [
 ]
 
 
-def test_buckets_count_all_the_time_and_single_gradients_once_delivered() -> None:
+def test_peak_with_buckets_and_with_single_gradients() -> None:
     assert pass_peak(PASSES, Replicated(1000, 48, 4, in_buckets=True)) == 1000 + 48 + 160
     # The fresh gradient of 40 is part of the 160. Once delivered it stays, next to the 128 before the next one.
     assert pass_peak(PASSES, Replicated(1000, 48, 4, in_buckets=False)) == 1000 + 40 + 128
@@ -48,6 +48,6 @@ def test_adamw_keeps_the_last_denominator_while_it_computes_the_next(sizes: list
     assert adamw_scratch_bytes(sizes, 4) == 4 * numbers
 
 
-def test_on_a_gpu_the_peak_is_only_shown() -> None:
+def test_gpu_peak_is_informational() -> None:
     assert shown_on("cpu") == ""
     assert "GPU" in shown_on("cuda")

@@ -23,7 +23,7 @@ def test_float32_with_adam_and_without(ranks: int) -> None:
     assert sgd == pytest.approx([8, 8, 4 + 4 / ranks, 8 / ranks], rel=1e-12)
 
 
-def test_uneven_shards_together_are_the_whole_and_steps_are_counted_a_tensor() -> None:
+def test_uneven_shards_add_up_with_steps_per_tensor() -> None:
     shards = [rest_bytes(3, 10, held) for held in (4, 4, 2)]
     assert {name: sum(held[name] for held in shards) for name in shards[0]} == rest_bytes(0, 10, 10)
     assert rest_bytes(2, 10, 2, num_tensors=3) == {"parameters": 40, "gradients": 8, "optimizer": 16 + 12}
@@ -31,7 +31,7 @@ def test_uneven_shards_together_are_the_whole_and_steps_are_counted_a_tensor() -
     assert bfloat16 == {"parameters": 20, "gradients": 20, "optimizer": 40}
 
 
-def test_the_lessons_rule_of_thumb_is_half_of_what_adam_needs() -> None:
+def test_the_lessons_rule_is_half_of_adams_memory() -> None:
     assert list(MIXED_PRECISION.values()) == [2, 2, 4, 4, 4]
     assert mixed_precision_bytes(7e9) == 112e9 == 2 * 4 * 14e9  # the lesson says 4 x 14 GB = 56 GB
     assert mixed_precision_bytes(7e9) == sum(rest_bytes(0, 7e9, 7e9, itemsize=2, masters=True).values())

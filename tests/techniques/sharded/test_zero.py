@@ -100,13 +100,13 @@ def difference(group: dist.ProcessGroup, stage: int, reshard: bool, tie: bool, s
 @pytest.mark.parametrize(("stage", "reshard"), STAGES)
 @pytest.mark.parametrize(("tie", "skipped"), [(False, None), (True, None), (False, 2)])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_stage_does_what_one_process_does(
+def test_every_stage_equals_one_process(
     ranks: Ranks, world_size: int, stage: int, reshard: bool, tie: bool, skipped: int | None
 ) -> None:
     assert max(ranks(world_size, difference, stage, reshard, tie, skipped)) < 1e-12
 
 
-def test_more_ranks_than_numbers_in_a_layer(ranks: Ranks) -> None:
+def test_more_ranks_than_elements_in_a_layer(ranks: Ranks) -> None:
     assert max(ranks(7, difference, 3, True, False, None)) < 1e-12
 
 
@@ -124,7 +124,7 @@ def sent(group: dist.ProcessGroup, stage: int, reshard: bool) -> list[float]:
 # Gathers and sums of each unit in a step of two microbatches: 1 and 1; 1 and 2; forward, backward and sum twice;
 # without one gather.
 @pytest.mark.parametrize(("stage", "reshard", "moves"), [(1, True, 2), (2, True, 3), (3, True, 6), (3, False, 4)])
-def test_what_a_step_sends(ranks: Ranks, stage: int, reshard: bool, moves: int) -> None:
+def test_sent_bytes_per_step(ranks: Ranks, stage: int, reshard: bool, moves: int) -> None:
     for num_calls, num_bytes, padded in ranks(3, sent, stage, reshard):
         assert num_calls == moves * 2 * 4  # to two others, for each of four units
         assert num_bytes == moves * padded * 2 / 3
@@ -150,7 +150,7 @@ def held(group: dist.ProcessGroup, reshard: bool) -> list[list[bool]]:
     return seen
 
 
-def test_one_layer_and_the_next_are_whole_and_no_other(ranks: Ranks) -> None:
+def test_only_two_layers_are_materialized_at_once(ranks: Ranks) -> None:
     forward = [[False] * index + [True, True] + [False] * (2 - index) for index in range(3)]
     for index in range(3):
         forward[index][index] = False  # freed just before this hook looks
@@ -187,7 +187,7 @@ def hurry(batched: bool) -> Any:
 
 
 @pytest.mark.parametrize(("batched", "vectors"), [(False, 1), (True, 2)])
-def test_what_is_summed_at_once_is_bounded(ranks: Ranks, batched: bool, vectors: int) -> None:
+def test_gradients_summed_at_once_are_bounded(ranks: Ranks, batched: bool, vectors: int) -> None:
     assert ranks(2, staged, batched) == [vectors] * 2
 
 
@@ -216,5 +216,5 @@ def forgotten(group: dist.ProcessGroup) -> bool:
     return alive() is None
 
 
-def test_hooks_keep_nothing_alive(ranks: Ranks) -> None:
+def test_hooks_do_not_keep_the_model_alive(ranks: Ranks) -> None:
     assert ranks(2, forgotten) == [True, True]

@@ -39,17 +39,17 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 9))
-def test_shares_are_those_of_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
+def test_partition_sizes_equal_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
     wanted = [unit * len(part) for part in torch.arange(num_units).tensor_split(num_ranks)]
     assert list(partition_sizes(num_units, num_ranks, unit)) == wanted
 
 
-def test_heads_stay_whole() -> None:
+def test_partitions_contain_whole_heads() -> None:
     assert partition_sizes(7, 4, 16) == (32, 32, 32, 16)
     assert partition_sizes(24, 5) == (5, 5, 5, 5, 4)
 
 
-def test_a_piece_is_a_copy_of_its_own() -> None:
+def test_a_piece_is_a_copy() -> None:
     dense = torch.arange(12.0).view(3, 4)
     piece = Slice(1, (2, 1, 1)).piece(dense, 1)
     assert piece.tolist() == [[2], [6], [10]]
@@ -66,7 +66,7 @@ def joined(group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> list[A
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", [(4,), (2, 1), (2, 2, 1, 0), (3, 3, 2)])
-def test_pieces_join_to_the_dense_tensor_on_rank_0_alone(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
+def test_rank_0_assembles_the_dense_tensor(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
     assert ranks(len(sizes), joined, dim, sizes) == [[1, True], *[[0, False]] * (len(sizes) - 1)]
 
 
@@ -148,19 +148,19 @@ def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int)
     ("world_size", "num_rows", "hidden"),
     [(1, 3, 4), (2, 4, 6), (3, 5, 7), (4, 3, 7), (4, 1, 4)],  # with fewer rows than ranks, chunks are empty
 )
-def test_slices_do_what_one_process_does(ranks: Ranks, kind: str, world_size: int, num_rows: int, hidden: int) -> None:
+def test_slices_equal_one_process(ranks: Ranks, kind: str, world_size: int, num_rows: int, hidden: int) -> None:
     for of_rank in ranks(world_size, differences, kind, num_rows, hidden):
         assert len(of_rank) == 9
         assert max(of_rank.values()) < 1e-10, of_rank  # of numbers up to 1e3
 
 
-def test_a_second_sum_in_the_backward_of_g_is_seen_in_the_gradients_alone(ranks: Ranks) -> None:
+def test_a_second_sum_in_backward_corrupts_gradients(ranks: Ranks) -> None:
     for of_rank in ranks(2, differences, "twice", 4, 6):
         assert of_rank["output"] < 1e-10 < 1 < of_rank["up.weight"]
         assert of_rank["after.weight"] < 1e-10 and of_rank["down.bias"] < 1e-10  # behind g
 
 
-def test_without_f_the_gradient_of_what_lies_before_is_partial(ranks: Ranks) -> None:
+def test_without_f_earlier_gradients_are_partial(ranks: Ranks) -> None:
     for of_rank in ranks(2, differences, "no_f", 4, 6):
         assert of_rank["output"] < 1e-10 < 1 < of_rank["before.weight"]
         assert of_rank["up.weight"] < 1e-10  # inside
@@ -207,14 +207,14 @@ def calls(group: dist.ProcessGroup, kind: str, num_rows: int) -> list[list[tuple
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_slice_is_one_all_reduce_each_way(ranks: Ranks, world_size: int) -> None:
+def test_a_slice_calls_one_all_reduce_per_pass(ranks: Ranks, world_size: int) -> None:
     nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
     wanted = ("all_reduce", "tp", 1, pytest.approx(nbytes))
     assert ranks(world_size, calls, "whole", 6) == [[[wanted], [wanted]]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_that_are_cut_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
+def test_sequence_parallel_slices_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
     nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
     gathered = ("all_gather", "tp", 1, pytest.approx(nbytes / 2))
     scattered = ("all_to_all", "tp", 1, pytest.approx(nbytes / 2))
@@ -229,7 +229,7 @@ def marks(group: dist.ProcessGroup, kind: str) -> list[str]:
     return [span.kind for span in spans]
 
 
-def test_what_is_sent_is_marked(ranks: Ranks) -> None:
+def test_communication_is_recorded_as_phases(ranks: Ranks) -> None:
     assert ranks(2, marks, "whole") == [["all_reduce"] * 2] * 2
     assert ranks(2, marks, "sequence") == [["all_gather", "reduce_scatter"] * 2] * 2
 
@@ -276,7 +276,7 @@ def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_s
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("all_the_same", [False, True])
 @pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 7), (4, 4), (4, 9)])
-def test_an_embedding_in_parts_is_the_dense_one(
+def test_vocabulary_parallel_embedding_equals_dense(
     ranks: Ranks, world_size: int, vocabulary: int, by_rows: bool, all_the_same: bool
 ) -> None:
     for of_rank in ranks(world_size, embedded, vocabulary, by_rows, all_the_same):
@@ -307,9 +307,7 @@ def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])  # exp of the second is infinite without its maximum
 @pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 256), (4, 7)])
-def test_a_loss_in_parts_is_the_dense_one_and_the_same_on_every_rank(
-    ranks: Ranks, world_size: int, vocabulary: int, scale: float
-) -> None:
+def test_vocabulary_parallel_loss_equals_dense(ranks: Ranks, world_size: int, vocabulary: int, scale: float) -> None:
     found = ranks(world_size, losses, vocabulary, scale, torch.float64)
     assert len({of_rank["loss"] for of_rank in found}) == 1  # to the bit
     for of_rank in found:
@@ -317,7 +315,7 @@ def test_a_loss_in_parts_is_the_dense_one_and_the_same_on_every_rank(
         assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 8)]  # three numbers a token, and no scores
 
 
-def test_16_bit_scores_are_summed_in_32(ranks: Ranks) -> None:
+def test_bfloat16_scores_are_summed_in_float32(ranks: Ranks) -> None:
     for of_rank in ranks(2, losses, 8, 1.0, torch.bfloat16):
         assert of_rank["apart"] < 1e-6
         assert of_rank["gradient"] < 1e-2

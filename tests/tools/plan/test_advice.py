@@ -16,7 +16,7 @@ BETWEEN = "--params 20B --gpus 16 --gpu-memory 48GB"
 STRATEGIES = ("dp  ", "zero1  ", "zero2  ", "zero3  ", "tp ", "pp ", "cp ")
 
 
-def test_the_table_shows_all_that_is_spoken_of_and_no_more_than_eleven_rows() -> None:
+def test_table_contains_every_named_layout() -> None:
     """In little memory the one to take is neither the simplest of its product nor the fastest."""
     longest = 0
     for line in [*GRID, BETWEEN]:
@@ -41,7 +41,7 @@ def test_the_table_shows_all_that_is_spoken_of_and_no_more_than_eleven_rows() ->
     assert costs["tp x zero3"].step_s < pick.step_s < costs["tp x zero1"].step_s / advice.SLACK
 
 
-def test_what_is_faster_by_less_than_one_percent_is_not_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gains_below_one_percent_are_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     hair = job("--params 7B --gpus 16 --gpu-memory 60GB --node-link 27GB/s")
     chosen = plan(hair)
     assert chosen.pick is not None and min(each.step_s for each in chosen.fitting) < chosen.pick.step_s
@@ -52,7 +52,7 @@ def test_what_is_faster_by_less_than_one_percent_is_not_worth_a_word(monkeypatch
     assert "would be 0% faster" in reason(chosen, hair)
 
 
-def test_each_kind_has_a_framework_and_modes_that_show_it() -> None:
+def test_each_kind_has_a_framework_and_modes() -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
     for _, tensor, pipeline, stage in KINDS:
         layout = next(layouts(asked, tensor, pipeline, stage))
@@ -62,7 +62,7 @@ def test_each_kind_has_a_framework_and_modes_that_show_it() -> None:
         assert ("fully_shard" in tool) == (stage == 3 or (stage == 2 and pipeline))
 
 
-def test_samples_are_cut_where_nothing_fits_that_keeps_them_whole() -> None:
+def test_context_parallelism_only_if_nothing_else_fits() -> None:
     line = "--params 7B --gpus 64 --gpu-memory 80GB --recompute selective --seq"
     short, long = plan(job(f"{line} 65536")), plan(job(f"{line} 131072"))
     assert not any(each.layout.context > 1 for each in short.costs.values())
@@ -79,7 +79,7 @@ def test_samples_are_cut_where_nothing_fits_that_keeps_them_whole() -> None:
 @pytest.mark.parametrize("params", ["13B", "70B"])
 @pytest.mark.parametrize("gpus", [1, 2, 5, 8])
 @pytest.mark.parametrize("more", ["", "--batch 8", "--recompute", "--gpus-per-node 6"])
-def test_a_remedy_fits_if_it_is_taken(params: str, gpus: int, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_remedy_makes_the_model_fit(params: str, gpus: int, more: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Five GPUs twice would be ten, two nodes of eight half full: sixteen are named. One GPU knows no ZeRO to offload
     from."""
     line = f"--params {params} --gpus {min(gpus, 6) if 'node' in more else gpus} --gpu-memory 24GB {more}"
@@ -97,7 +97,7 @@ def test_a_remedy_fits_if_it_is_taken(params: str, gpus: int, more: str, capsys:
     assert plan(replace(job(leaner), gpu_memory_bytes=gigabytes * 0.98e9)).pick is None
 
 
-def test_where_less_to_keep_is_a_remedy_the_others_are_for_the_step_as_it_is() -> None:
+def test_other_remedies_do_not_assume_recomputation() -> None:
     said = list(remedies(job("--params 70B --gpus 16 --gpu-memory 80GB --precision fp32")))
     assert said[0].startswith("--recompute: then ")
     assert said[-1].startswith("GPUs of 86.2 GB: ")
@@ -106,7 +106,7 @@ def test_where_less_to_keep_is_a_remedy_the_others_are_for_the_step_as_it_is() -
     assert [words.split(":")[0] for words in remedies(job(large))] == ["--recompute", "--gpus 6144", "GPUs of 46.3 GB"]
 
 
-def test_kinds_that_are_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_left_out_for_one_reason_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--params", "1B", "--gpus", "7", "--gpu-memory", "80GB", "--heads", "7", "--layers", "7"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
     assert [line.split(": ")[0] for line in lines] == [

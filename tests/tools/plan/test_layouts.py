@@ -55,14 +55,14 @@ GRID = [
 
 
 @pytest.mark.parametrize("more", ["", "--recompute --link 10Gbit", "--gpus-per-node 6 --heads 36"])
-def test_the_pick_is_what_a_search_over_every_layout_finds(more: str) -> None:
+def test_pick_equals_an_exhaustive_search(more: str) -> None:
     asked = [job(f"{line} {more}") for line in GRID if not (more.startswith("--gpus") and line.split()[3] == "8")]
     found = [searched(each) for each in asked]
     assert [None if pick is None else pick.layout for pick in (plan(each).pick for each in asked)] == found
     assert found.count(None) > 5 and len(set(found)) > 15
 
 
-def test_a_plan_that_leaves_out_kinds_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitting_kinds_changes_the_pick(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 billion on 48 GPUs: without tensor parallelism x ZeRO-3, which 67.4 GB hold, it would be a pipeline too."""
     asked = job("--params 100B --gpus 48 --gpu-memory 80GB")
     pick = plan(asked).pick
@@ -73,7 +73,7 @@ def test_a_plan_that_leaves_out_kinds_is_found_out(monkeypatch: pytest.MonkeyPat
     assert without is not None and without.layout.pipeline > 1
 
 
-def test_all_products_are_weighed_with_all_stages() -> None:
+def test_all_combinations_are_considered_once() -> None:
     assert len(KINDS) == len({kind[1:] for kind in KINDS}) == 16
     weighed = [
         layout for kind in KINDS for layout in layouts(job("--params 7B --gpus 16 --gpu-memory 80GB"), *kind[1:])
@@ -83,7 +83,7 @@ def test_all_products_are_weighed_with_all_stages() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 7])
-def test_no_stage_of_zero_shards_over_one_replica(gpus: int) -> None:
+def test_zero_needs_more_than_one_replica(gpus: int) -> None:
     """Where t or p takes all GPUs; it would be the same layout under another name."""
     asked = job(f"--params 1B --gpus {gpus} --gpu-memory 80GB --heads 7 --layers 7")
     weighed = [layout for kind in KINDS for layout in layouts(asked, *kind[1:])]
@@ -123,7 +123,7 @@ def test_a_pipeline_saves_zero3_no_bytes() -> None:
     assert once == summed, "ZeRO-2's gradients stay whole in a pipeline until the last microbatch"
 
 
-def test_the_layer_that_a_pass_begins_with_is_gathered_in_the_open() -> None:
+def test_the_first_gather_of_a_pass_is_exposed() -> None:
     """Of one layer a stage all gathers, of eight an eighth, however long the compute."""
     asked = job("--params 1B --gpus 8 --gpu-memory 80GB --layers 8 --latency 0us --node-latency 0us")
     for pipeline, depth in ((4, 2), (2, 4), (1, 8)):
@@ -135,7 +135,7 @@ def test_the_layer_that_a_pass_begins_with_is_gathered_in_the_open() -> None:
 LLAMA = "--params 405B --layers 126 --width 16384 --heads 128 --seq 8192 --gpus 16384 --gpu-memory 80GB"
 
 
-def test_llama_3_405b_can_be_asked_for() -> None:
+def test_llama_3_405b_layout_is_considered() -> None:
     """Dubey et al. 2024, table 4: 16,384 GPUs as tp 8 x pp 16 x dp 128, a global batch of 2,048 samples, 16 a replica;
     126 layers in 16 stages."""
     asked = job(f"{LLAMA} --global-batch 2048")
@@ -149,7 +149,7 @@ def test_llama_3_405b_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 4, 4, 0), Layout(2, 4, 2, 1), Layout(1, 4, 4, 2), Layout(1, 4, 4, 3)])
-def test_stages_that_are_uneven_cost_what_their_fullest_does(layout: Layout) -> None:
+def test_uneven_stages_cost_as_much_as_the_largest(layout: Layout) -> None:
     """10 layers in 4 stages as 12 of the same in stages of 3: memory, bytes and time are those of the fullest, but for the
     output layer, which is in the last stage, of one layer."""
     shape = "--gpus 16 --gpu-memory 80GB --width 4096 --heads 32 --vocabulary 1000 --global-batch 64"
@@ -172,7 +172,7 @@ def test_balanced_stages_share_the_output_layer() -> None:
     assert plain.parts["vocabulary"] == pytest.approx(4 * balanced.parts["vocabulary"])
 
 
-def test_the_global_batch_is_shared_equally_or_not_at_all() -> None:
+def test_replicas_divide_the_global_batch() -> None:
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB --global-batch 96")
     replicas = {layout.replicas for kind in KINDS for layout in layouts(asked, *kind[1:])}
     assert replicas and all(96 % each == 0 for each in replicas) and 64 not in replicas
@@ -197,7 +197,7 @@ def test_megatron_sums_gradients_in_float32(layout: Layout, bytes_a_parameter: f
     assert rest == pytest.approx(bytes_a_parameter * own_parameters(asked, layout))
 
 
-def test_34_over_t_bytes_are_paid_for_with_a_quarter_more_messages() -> None:
+def test_sequence_parallelism_sends_a_quarter_more_bytes() -> None:
     """Korthikanti et al. 2022, section 4.2.2: what is not held is gathered again."""
     asked = job("--params 7B --gpus 64 --gpu-memory 80GB")
     whole = replace(asked, sequence_parallel=False)

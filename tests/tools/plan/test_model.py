@@ -17,7 +17,7 @@ MIXTRAL = {
 
 
 @pytest.mark.parametrize("name", list(table()))
-def test_a_published_shape_has_the_published_number_of_parameters(name: str) -> None:
+def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
     """Within half a percent: norms, biases and positions are left out, and DeepSeek-V3's latent attention."""
     shape, num_parameters, source = named(name)
     assert (shape.body + shape.ends) / num_parameters == pytest.approx(1, abs=0.005)
@@ -26,12 +26,12 @@ def test_a_published_shape_has_the_published_number_of_parameters(name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("llama3-8b", 8.03)])
-def test_a_token_meets_the_parameters_that_the_paper_calls_active(name: str, billions: float) -> None:
+def test_active_parameters_equal_the_paper(name: str, billions: float) -> None:
     shape, num_parameters, _ = named(name)
     assert active(shape, num_parameters) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_a_config_says_what_the_table_does(tmp_path: Path) -> None:
+def test_config_json_gives_the_tables_shape(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
     shape, num_parameters, source = from_config(path)
@@ -94,11 +94,11 @@ def read(tmp_path: Path, fields: dict[str, Any]) -> Shape:
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_mixtures_config_has_its_own_words_for_experts_and_attention(name: str, tmp_path: Path) -> None:
+def test_mixture_configs_with_their_own_field_names(name: str, tmp_path: Path) -> None:
     assert read(tmp_path, PUBLISHED[name]) == named(name)[0]
 
 
-def test_families_leave_out_what_their_class_knows(tmp_path: Path) -> None:
+def test_model_families_have_defaults(tmp_path: Path) -> None:
     """Gemma 3 1B has 1.0 billion parameters and windows in five of six layers; Falcon 7B one head of keys and values."""
     gemma, falcon = read(tmp_path, GEMMA), read(tmp_path, FALCON)
     assert (gemma.body + gemma.ends) / 1e9 == pytest.approx(1.0, rel=0.01) and gemma.window_layers == 22
@@ -118,7 +118,7 @@ def test_families_leave_out_what_their_class_knows(tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder=true"),
     ],
 )
-def test_a_field_that_is_not_known_is_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unknown_config_fields_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, MIXTRAL | fields)
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
@@ -142,7 +142,7 @@ def test_a_window_and_latent_attention_are_counted() -> None:
         ("[" * 100_000, "is no JSON file that can be read"),
     ],
 )
-def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_an_unusable_config_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -150,7 +150,7 @@ def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, content: str, wo
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
 
 
-def test_all_that_a_config_lacks_is_said_at_once(tmp_path: Path) -> None:
+def test_all_missing_config_fields_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"vocab_size": True}))
     with pytest.raises(ConfigError) as caught:
@@ -158,7 +158,7 @@ def test_all_that_a_config_lacks_is_said_at_once(tmp_path: Path) -> None:
     assert len(caught.value.faults) == 4
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_model_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'llama3-70b'"):
         named("llama3-7b0")
 
@@ -167,7 +167,7 @@ def whole(sizes: dict[str, Any]) -> Shape:
     return Shape(2, 64, 4, 2, 128, True, 100, False, **sizes)
 
 
-def test_parameters_are_those_of_the_matrices() -> None:
+def test_parameters_counted_by_hand() -> None:
     dense = 64 * (64 + 2 * 32) + 64 * 64 + 64 * 256 + 128 * 64
     assert whole({}).body == 2 * dense
     assert whole({}).ends == 2 * 100 * 64

@@ -63,14 +63,14 @@ def test_each_variant_has_its_layout() -> None:
 @pytest.mark.parametrize(
     "settings", [{"LAB_MODEL": "mlp"}, {"LAB_SLOW_RANK": "1:0.5"}, {"LAB_SLEEP_MS": 3.0}, {"LAB_DTYPE": "float16"}]
 )
-def test_what_trains_otherwise_is_not_known(settings: dict[str, object]) -> None:
+def test_unsupported_settings_are_not_planned(settings: dict[str, object]) -> None:
     assert planned_variants(run("dp", {"dp": 3}), [MEASURED])
     assert not planned_variants(run("dp", {"dp": 3}, **settings), [MEASURED])
     assert not planned_variants(run("moe", {"dp": 3}), [MEASURED])
     assert not planned_variants(run("mesh", {"dp": 3, "cp": 2}), [MEASURED])
 
 
-def test_nothing_is_hidden_where_ranks_fill_their_cores() -> None:
+def test_no_overlap_where_ranks_fill_their_cores() -> None:
     records = run("dp", {"dp": 3})
     sum_s = 4 / 3 * 4 * PARAMETERS / RATE_BYTES
     parts = priced(records, [MEASURED])["flat"].parts
@@ -81,7 +81,7 @@ def test_nothing_is_hidden_where_ranks_fill_their_cores() -> None:
     assert beside < parts["data"]
 
 
-def test_each_turn_of_a_pipeline_sends_where_nothing_is_hidden() -> None:
+def test_a_pipeline_without_overlap_waits_every_turn() -> None:
     records = run("pp", {"pp": 3}, LAB_MICROBATCHES=4)
     boundary_s = BATCH / 4 * SEQ * WIDTH * 4 / RATE_BYTES
     waits = [
@@ -90,7 +90,7 @@ def test_each_turn_of_a_pipeline_sends_where_nothing_is_hidden() -> None:
     assert waits == [pytest.approx(2 * turns * boundary_s) for turns in (4 + 3 - 1, 3)]
 
 
-def test_gradients_outside_of_buckets_come_as_activations_go() -> None:
+def test_gradients_outside_buckets_replace_activations() -> None:
     fsdp = priced(run("fsdp", {"dp": 3}), [MEASURED])
     assert fsdp["zero1"].memory["gradients"] == 4 * PARAMETERS
     assert fsdp["zero2"].memory["gradients"] == 0  # fewer than the activations of this batch
@@ -103,7 +103,7 @@ def test_gradients_outside_of_buckets_come_as_activations_go() -> None:
     assert tp["megatron"].memory["activations"] - tp["sequence"].memory["activations"] == pytest.approx(saved - kept)
 
 
-def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
+def test_flops_come_from_the_fastest_handwritten_variant(tmp_path: Path) -> None:
     seconds = {"flat": 0.3, "bucketed": 0.2, "ddp": 0.1}
     profiles = [Profile(name, {"forward": taken / 2, "backward": taken / 2}) for name, taken in seconds.items()]
     crowded = calibrate(written(tmp_path / "dp", run("dp", {"dp": 3}, load(1), *profiles)))
@@ -117,7 +117,7 @@ def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
         calibrate(written(tmp_path / "mlp", run("dp", {"dp": 3}, load(2), *profiles, LAB_MODEL="mlp")))
 
 
-def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
+def test_all_reduce_halves_cost_the_measured_time(tmp_path: Path) -> None:
     def swept(title: str, *taken: tuple[str, str, str]) -> Table:
         return Table(title, ["size", "variant", "us"], [list(row) for row in taken])
 
@@ -140,7 +140,7 @@ def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
         assert priced(records, [slow])[name].parts[axis] == pytest.approx(factor * before)
 
 
-def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None:
+def test_report_uses_a_link_of_equal_world_size(tmp_path: Path) -> None:
     profile = Profile("megatron", {"forward": 0.1, "backward": 0.2})
     records = run("tp", {"tp": 3}, profile, LAB_HEADS=3, LAB_WIDTH=33)
     folder = written(tmp_path / "tp", records)
@@ -162,7 +162,7 @@ def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None
     assert [sentence for sentence in found.sources if "from comm (gloo)" in sentence]
 
 
-def test_a_run_without_steps_says_why_and_an_unknown_mode_nothing(tmp_path: Path) -> None:
+def test_a_run_without_steps_gives_the_reason(tmp_path: Path) -> None:
     untimed = planned(tmp_path, run("dp", {"dp": 3}))
     assert untimed is not None
     assert not untimed.costs

@@ -34,7 +34,7 @@ def steps() -> list[Compared]:
     return [each for each in known_errors() if each.what == "step"]
 
 
-def test_steps_of_a_source_that_is_left_out_are_mostly_within_a_quarter() -> None:
+def test_step_errors_are_mostly_within_a_quarter() -> None:
     errors = [abs(each.error) for each in steps()]
     assert len(errors) >= 120 and median(errors) <= 0.16
     assert sum(error <= NEAR for error in errors) / len(errors) >= 0.68
@@ -45,7 +45,7 @@ def test_steps_of_a_source_that_is_left_out_are_mostly_within_a_quarter() -> Non
     assert len(mixtures) == 15 and median(mixtures) <= 0.25
 
 
-def test_memory_is_within_ten_percent_where_types_are_published() -> None:
+def test_memory_errors_are_within_ten_percent() -> None:
     known = [each for each in known_errors() if each.kind == "memory" and each.row.dtypes]
     missed = {each.row.name: round(each.error, 2) for each in known if abs(each.error) > MEMORY_NEAR + 0.005}
     assert len(known) >= 40 and all(name.startswith(("titan 405B", "distlab GPT 4x8192")) for name in missed), missed
@@ -61,7 +61,7 @@ def test_memory_is_within_ten_percent_where_types_are_published() -> None:
         ({"ep": 64}, {"once_a_node": False}),  # tokens that go to a node once
     ],
 )
-def test_what_is_left_out_of_the_model_is_seen_in_the_error(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_each_modelled_feature_changes_the_step_time(old: dict[str, Any], new: dict[str, Any]) -> None:
     rows = [
         row for row in published() if all(getattr(row, name) == value for name, value in old.items()) and row.step_s
     ]
@@ -91,11 +91,11 @@ def test_a_source_is_predicted_without_its_own_rows() -> None:
     assert shares_of("H100", "mpt", "mosaicml/llm-foundry") == shares_of("H100", "", "mosaicml/llm-foundry")
 
 
-def test_bands_are_those_of_the_file() -> None:
+def test_bands_equal_those_in_the_file() -> None:
     assert bands() == tables()["bands"]
 
 
-def test_shares_that_were_fitted_are_those_of_the_file() -> None:
+def test_fitted_shares_equal_those_in_the_file() -> None:
     """Of one kind without one of its sources, whose rows are few."""
     rows = [row for row in published() if row.software == "megatron" and row.gpu == "b200" and row.step_s and not row.shape.experts]  # fmt: skip
     source = "MooreThreads/SimuMax"
@@ -103,7 +103,7 @@ def test_shares_that_were_fitted_are_those_of_the_file() -> None:
     assert replace(found, experts=0) == replace(shares_of("B200", "megatron", source), experts=0)
 
 
-def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_fit_recovers_known_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grid = {"matrix": [0.5, 0.6, 0.7], "attention": [0.2, 0.3], "memory": [0.5, 0.8], "fp8": [0.85], "experts": [0.6]}
     monkeypatch.setattr(plan_fit, "GRID", grid)
     monkeypatch.setattr(plan_fit, "PULL", 1e-6)
@@ -159,7 +159,7 @@ def test_a_users_rows_are_scored_without_their_source(tmp_path: Path, capsys: py
     assert "step, dense bf16" in capsys.readouterr().out
 
 
-def test_what_a_row_leaves_out_is_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_fields_of_a_row_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lean = {name: value for name, value in GIVEN.items() if name not in ("tied", "dp")}
     bad = {name: value for name, value in GIVEN.items() if name not in ("layers", "measured_s")} | {"name": "bad"}
     asks = scored(tmp_path / "rows.json", [lean, bad, GIVEN | {"name": "odd", "tp": 3}, GIVEN | {"parameters": 2e10}], capsys)["asked"]  # fmt: skip
@@ -182,7 +182,7 @@ def test_what_a_row_leaves_out_is_asked_for_by_name(tmp_path: Path, capsys: pyte
         (json.dumps([GIVEN | {"layers": "many"}]), "Expected `int`, got `str`"),
     ],
 )
-def test_a_file_without_a_row_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_an_invalid_file_of_rows_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -190,7 +190,7 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, content: str, words: st
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
 
 
-def test_a_mixture_has_the_widths_of_the_model_that_it_is(tmp_path: Path) -> None:
+def test_mixtures_are_recognized_by_their_widths(tmp_path: Path) -> None:
     """A row says how wide DeepSeek-V3 is and not its latent attention; four of its layers are known by their widths."""
     shape, parameters, _ = named("deepseek-v3")
     row = GIVEN | {name: getattr(shape, name) for name in ("width", "heads", "kv_heads", "mlp_width", "experts", "experts_a_token", "vocabulary")}  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_mixture_has_the_widths_of_the_model_that_it_is(tmp_path: Path) -> Non
     assert whole.shape == shape and part.shape == replace(shape, layers=4, moe_layers=1) and asks == []
 
 
-def test_groups_hold_every_row_once() -> None:
+def test_groups_contain_every_row_once() -> None:
     found = groups(known_errors())
     by_kind = [each for name, rows in found.items() if name.startswith(("step, dense", "step, experts")) for each in rows]  # fmt: skip
     assert len(by_kind) == len(steps()) == len(found["step"])
