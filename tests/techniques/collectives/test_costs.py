@@ -1,4 +1,4 @@
-"""The formulas against the collectives themselves, to the byte; messages by what the sockets sent; a step by hand."""
+"""The formulas compared with counted bytes, messages and socket traffic, and with figures of papers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +132,7 @@ def test_time_has_a_latency_and_a_bandwidth_part() -> None:
 NAMES = ("gloo", "ring", "direct", "tree", "server")
 
 
-def beside_the_tensors(group: dist.ProcessGroup, length: int) -> dict[tuple[str, str], float]:
+def framing_bytes(group: dist.ProcessGroup, length: int) -> dict[tuple[str, str], float]:
     """{(operation, algorithm): wire bytes of a call on `length` floats, less the formula's}"""
     size, rank, found = group.size(), group.rank(), {}
     whole, chunk = torch.ones(length), torch.ones(length // size)
@@ -159,14 +159,14 @@ def beside_the_tensors(group: dist.ProcessGroup, length: int) -> dict[tuple[str,
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_gloo_adds_144_bytes_to_each_message(ranks: Ranks, world_size: int) -> None:
     length = 64 * 2 * world_size
-    for rank, found in enumerate(ranks(world_size, beside_the_tensors, length)):
+    for rank, found in enumerate(ranks(world_size, framing_bytes, length)):
         for (op, name), added in found.items():
             counted = (
                 all_reduce_messages(name, world_size, 4 * length, rank)
                 if op == "all_reduce"
                 else half_messages(name, op, world_size, 4 * length, rank)
             )
-            # Who receives more than it sends, or sends more, adds less: both ends frame a message.
+            # A rank whose sends and receives differ in number adds less, because both ends frame a message.
             assert added <= FRAMES_BYTES * counted, (op, name, rank)
             exact = name != "tree" and (op, name) != ("all_gather", "server")
             assert added == FRAMES_BYTES * counted or not exact, (op, name, rank)
@@ -174,7 +174,7 @@ def test_gloo_adds_144_bytes_to_each_message(ranks: Ranks, world_size: int) -> N
 
 def test_gloo_splits_a_long_all_reduce() -> None:
     assert gloo_all_reduce_messages(4, 1) == gloo_all_reduce_messages(4, 8 << 20) == 12
-    assert gloo_all_reduce_messages(2, 8 << 20) == 8  # measured: 1152 B beside the tensor
+    assert gloo_all_reduce_messages(2, 8 << 20) == 8  # measured: 1152 B more than the tensor
     assert gloo_all_reduce_messages(3, 12 << 20) == 16
     assert gloo_all_reduce_messages(1, 12 << 20) == 0
 
@@ -195,8 +195,8 @@ def test_messages_default_to_a_short_all_reduce_per_call() -> None:
 
 
 def test_training_flops_equal_the_gpt3_paper() -> None:
-    """Brown et al. 2020, table D.1: 3.14e23 for 174.6 billion parameters and 300 billion tokens, at 6 a parameter and
-    token."""
+    """Brown et al. 2020, table D.1: 3.14e23 FLOP for 174.6 billion parameters and 300 billion tokens, which is 6 FLOP
+    per parameter and token."""
     assert training_flops(174.6e9, 300e9) == pytest.approx(3.14e23, rel=1e-3)
     # Narayanan et al. 2021, section 5.1: recomputed, at 140 TFLOP/s on each of 1024 GPUs, 34 days.
     assert round(training_flops(175e9, 300e9, "full") / (1024 * 140e12) / 86400) == 34

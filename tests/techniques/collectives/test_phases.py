@@ -1,4 +1,4 @@
-"""Marks: what ran inside a recorded block, nested and in the order of ends, and nothing of what ran outside."""
+"""A recorded block contains the phases that ran inside it, nested and in the order in which they ended."""
 
 import threading
 import time
@@ -55,8 +55,8 @@ def test_phases_of_other_threads_are_not_recorded() -> None:
 
 
 def test_backward_on_another_thread_counts_for_its_caller() -> None:
-    """On CUDA autograd has a thread for each device, with a context of its own."""
-    told: list[str] = []
+    """On CUDA, autograd runs one thread per device, and each has its own context."""
+    events: list[str] = []
     number = torch.ones((), requires_grad=True)
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -64,12 +64,12 @@ def test_backward_on_another_thread_counts_for_its_caller() -> None:
             return gradient
 
     number.register_hook(summed)
-    with recorded() as spans, listening(lambda what, kind, label: told.append(f"{what} {kind} {label}")):
+    with recorded() as spans, listening(lambda what, kind, label: events.append(f"{what} {kind} {label}")):
         engine = threading.Thread(target=(number * 2).backward)
         engine.start()
         engine.join()
     assert [(span.kind, span.label) for span in spans] == [("all_reduce", "3")]
-    assert told == ["begin all_reduce 3", "end all_reduce 3"]
+    assert events == ["begin all_reduce 3", "end all_reduce 3"]
     (number * 2).backward()
     assert len(spans) == 1  # the block has ended
 
@@ -115,8 +115,7 @@ def test_gpu_phases_last_as_long_as_their_kernels(monkeypatch: pytest.MonkeyPatc
 
 
 def sleeps_of(monkeypatch: pytest.MonkeyPatch, share: float, kinds: list[str]) -> list[float]:
-    """What is slept for phases of these kinds, each of which takes 3 s of the thread's CPU time and 10 s of the
-    clock's."""
+    """The seconds slept after phases of these kinds. Each takes 3 s of CPU time and 10 s of wall-clock time."""
     slept: list[float] = []
     cpu, wall = iter(range(0, 300, 3)), iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(cpu)))

@@ -1,4 +1,4 @@
-"""Plain values come back as they were, and what is none is refused."""
+"""Plain values survive encoding and decoding; other types and invalid bytes are refused."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Record:
     name: str
-    held: Any
+    value: Any
 
 
 CLASSES = (Pair, Record)
@@ -68,12 +68,12 @@ def test_other_types_are_not_sent() -> None:
         to_bytes([from_bytes])
 
 
-class Runs:
+class Attack:
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("a pickle was read",)
 
 
-def said(plain: Any, memory: bytes = b"") -> bytes:
+def encoded(plain: Any, memory: bytes = b"") -> bytes:
     text = json.dumps(plain).encode()
     return HEAD.pack(len(text)) + text + memory
 
@@ -81,10 +81,10 @@ def said(plain: Any, memory: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"[" * 9000, pickle.dumps(Runs()), said({"record": ["Path", ["/"]]}), said({"dtype": "device"}),
-        said({"tensor": ["torch.float64", [10**9]]}), said({"tensor": ["torch.float64", [-1, -1]]}, bytes(8)),
-        said({"tensor": ["torch.float64", [10**30]]}), said({"a": 1, "b": 2}), said({"dict": [[[], 1]]}), said(1, b"x"),
-        HEAD.pack(2**63) + b"1", HEAD.pack(200_000) + b"[" * 200_000,
+        b"", b"[" * 9000, pickle.dumps(Attack()), encoded({"record": ["Path", ["/"]]}), encoded({"dtype": "device"}),
+        encoded({"tensor": ["torch.float64", [10**9]]}), encoded({"tensor": ["torch.float64", [-1, -1]]}, bytes(8)),
+        encoded({"tensor": ["torch.float64", [10**30]]}), encoded({"a": 1, "b": 2}), encoded({"dict": [[[], 1]]}),
+        encoded(1, b"x"), HEAD.pack(2**63) + b"1", HEAD.pack(200_000) + b"[" * 200_000,
     ],
     ids=range(13),
 )  # fmt: skip
@@ -93,7 +93,7 @@ def test_invalid_bytes_are_refused(data: bytes) -> None:
         from_bytes(data, CLASSES)
 
 
-@given(st.binary(max_size=200) | plain.map(said))
+@given(st.binary(max_size=200) | plain.map(encoded))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
         from_bytes(data, CLASSES)

@@ -1,4 +1,4 @@
-"""Runs of a flat vector said as boxes of the dense tensor, and dense tensors from the boxes that ranks hold."""
+"""Runs of a flat vector as boxes of the dense tensor, and dense tensors assembled from the boxes of all ranks."""
 
 import math
 
@@ -15,8 +15,8 @@ from distlab.techniques.tensor_parallel.layers import Slice
 from tests.warm_ranks import Ranks
 
 
-def painted(piece: LocalShard) -> torch.Tensor:
-    """The dense tensor with the boxes drawn into it, and -1 elsewhere; no element may be drawn twice."""
+def drawn(piece: LocalShard) -> torch.Tensor:
+    """The dense tensor with the values of the boxes, and -1 elsewhere; boxes must not overlap."""
     dense = torch.full(piece.shape, -1.0)
     for offset, box in piece.boxes:
         place = dense
@@ -36,7 +36,7 @@ def test_boxes_cover_the_flat_run(shape: list[int], data: st.DataObject) -> None
     piece = flat_piece(dense[start:end], start, torch.Size(shape))
     wanted = torch.full((numel,), -1.0)
     wanted[start:end] = dense[start:end]
-    assert torch.equal(painted(piece).flatten(), wanted)
+    assert torch.equal(drawn(piece).flatten(), wanted)
     assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
 
 
@@ -55,8 +55,8 @@ def test_a_slice_knows_its_offset(rank: int, offset: tuple[int, int]) -> None:
     piece = cut.place(cut.piece(dense, rank), rank)
     assert piece.shape == dense.shape
     assert piece.boxes[0][0] == offset
-    drawn = painted(piece)
-    assert torch.equal(drawn[drawn >= 0], dense[drawn >= 0])
+    drawn_slice = drawn(piece)
+    assert torch.equal(drawn_slice[drawn_slice >= 0], dense[drawn_slice >= 0])
 
 
 def test_an_empty_part_has_no_boxes() -> None:
@@ -68,8 +68,7 @@ DENSE = torch.arange(15.0, dtype=torch.float64).view(5, 3)
 
 
 def gathered(group: dist.ProcessGroup, fault: str = "") -> dict[str, Tensor]:
-    """A matrix whose columns are sliced 2 and 1, of which rank 1 holds its slice in a flat run, and a number of rank
-    0's."""
+    """A matrix with columns sliced 2 and 1, where rank 1 stores its slice as a flat run; and a number on rank 0."""
     rank, cut = group.rank(), Slice(1, (2, 1))
     part = cut.piece(DENSE, rank)
     if rank:
@@ -92,19 +91,19 @@ def test_rank_0_assembles_the_dense_tensors(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("missing", "matrix has 15 elements, but all ranks together have 14"),
         ("twice", "number has 1 elements, .* have 2"),
     ],
 )
-def test_missing_and_duplicate_elements_are_reported(ranks: Ranks, fault: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_missing_and_duplicate_elements_are_reported(ranks: Ranks, fault: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         ranks(2, gathered, fault)
 
 
-def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
-    """Half of a vector of bfloat16 on each rank, in which one number of float64 would be another."""
+def sum_of_two_types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
+    """Half of a bfloat16 vector on each rank, and one float64 number that bfloat16 would round."""
     half = torch.tensor([group.rank() + 0.5, 3.0, -1.0], dtype=torch.bfloat16)
     pieces = [("halves", LocalShard(torch.Size([6]), [((3 * group.rank(),), half)]))]
     if group.rank():
@@ -113,7 +112,7 @@ def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
 
 
 def test_each_tensor_keeps_its_dtype(ranks: Ranks) -> None:
-    first, _ = ranks(2, types)
+    first, _ = ranks(2, sum_of_two_types)
     assert first == [(torch.bfloat16, [0.5, 3.0, -1.0, 1.5, 3.0, -1.0]), (torch.float64, [1 / 3])]
 
 

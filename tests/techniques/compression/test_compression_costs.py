@@ -1,4 +1,4 @@
-"""Bytes of compressed sums, by hand."""
+"""Bytes of compressed sums, compared with sums by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The formulas of context parallelism: where all is even what the papers give, elsewhere what the parts add up to."""
+"""The formulas of context parallelism: the papers' figures for even parts, sums by hand for uneven ones."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Attention in blocks and round the ring: one process's, with its gradients."""
+"""Attention in blocks and around the ring, compared with one process, with gradients."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ from distlab.techniques.context_parallel.ring import (
     merge,
 )
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
-from tests.techniques.context_parallel.attending import all_of, differences
+from tests.techniques.context_parallel.attending import differences, max_over_ranks
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 
 
-# Blocks of attention against PyTorch's whole one, and parts that are merged against their whole.
+# Blocks of attention compared with PyTorch's, and merged blocks compared with one block.
 
 
 WAYS: dict[str, tuple[Callable[..., Part], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
@@ -123,7 +123,7 @@ def test_rows_from_returns_views() -> None:
     assert part.out.sum() == 2 and part.lse.sum() == 1
 
 
-# Keys that go round, against one process: any length on any number of ranks, and what a wrong line breaks.
+# Keys that travel around the ring, at any length and number of ranks; and what a wrong line breaks.
 
 
 @pytest.mark.parametrize("cut", [contiguous, zigzag])
@@ -134,7 +134,7 @@ def test_ring_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, RingAttention, cut, length, heads)
-    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    assert max(chain(*(errors.values() for errors, _ in found))) < 1e-14
     rows = cut(length, world_size).num_rows
     assert [calls for _, calls in found] == [
         sum(sent > 0 for sent in ring_rows(rows, rank)) for rank in range(world_size)
@@ -149,7 +149,7 @@ def test_shift_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
-    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    assert max(chain(*(errors.values() for errors, _ in found))) < 1e-14
     positions = cut(length, world_size)
     seen = [[positions.visible_keys(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
     assert [calls for _, calls in found] == [
@@ -161,43 +161,43 @@ def average(part: Part, more: Part) -> None:
     part.out.add_(more.out).mul_(0.5)
 
 
-class Unweighed(RingAttention):
+class UnweightedMerge(RingAttention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "merge", average)
             return super().__call__(q, k, v)
 
 
-class Left(RingAttention):
+class UnreturnedGradients(RingAttention):
     def return_gradients(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
         for _ in parts:
             pass
         return own
 
 
-def one_run(group: dist.ProcessGroup, positions: Positions) -> RingAttention:
+def mask_by_local_positions(group: dist.ProcessGroup, positions: Positions) -> RingAttention:
     return RingAttention(group, contiguous(positions.length, group.size()))
 
 
 def test_without_log_sum_exp_the_result_is_wrong(ranks: Ranks) -> None:
-    found = ranks(2, differences, Unweighed, zigzag, 8, 1)
-    assert all_of(found, "out") > 1e-3
+    found = ranks(2, differences, UnweightedMerge, zigzag, 8, 1)
+    assert max_over_ranks(found, "out") > 1e-3
 
 
 def test_key_gradients_that_are_not_returned_are_wrong(ranks: Ranks) -> None:
-    found = ranks(3, differences, Left, contiguous, 9, 1)
-    assert max(all_of(found, "out"), all_of(found, "dq")) < 1e-14
-    assert all_of(found, "dk") > 1e-3 and all_of(found, "dv") > 1e-3
-    assert max(found[2][0].values()) < 1e-14  # nobody behind the last rank looks at its keys
+    found = ranks(3, differences, UnreturnedGradients, contiguous, 9, 1)
+    assert max(max_over_ranks(found, "out"), max_over_ranks(found, "dq")) < 1e-14
+    assert max_over_ranks(found, "dk") > 1e-3 and max_over_ranks(found, "dv") > 1e-3
+    assert max(found[2][0].values()) < 1e-14  # no other rank attends to the last rank's keys
 
 
 def test_a_mask_by_local_positions_is_detected(ranks: Ranks) -> None:
-    found = ranks(2, differences, one_run, zigzag, 8, 1)
-    assert all_of(found, "out") > 1e-3
+    found = ranks(2, differences, mask_by_local_positions, zigzag, 8, 1)
+    assert max_over_ranks(found, "out") > 1e-3
 
 
 class Additions(TorchDispatchMode):
-    """The types of rows [B, heads, rows, head_dim] that are added to in place inside the block."""
+    """The dtypes of tensors [B, heads, rows, head_dim] that are added to in place inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class Additions(TorchDispatchMode):
 
 
 def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -> set[torch.dtype]:
-    """What partial results of bfloat16 are added up in, forward and back."""
+    """The dtypes in which partial results of bfloat16 are added, in the forward and backward pass."""
     positions = zigzag(8, group.size())
     shape = (1, 2, positions.num_rows[group.rank()], 8)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -224,18 +224,18 @@ def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -
 
 @pytest.mark.parametrize("kind", [RingAttention, ShiftAttention])
 def test_partial_results_are_summed_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
-    """No proof in float64 and no loss shows it."""
+    """Proofs in float64 and losses do not show this."""
     assert ranks(2, added_in, kind, False) == [{torch.float32}] * 2
     assert ranks(2, added_in, kind, True) == [{torch.bfloat16}] * 2
 
 
 def sources(group: dist.ProcessGroup) -> list[int]:
-    """The ranks whose keys come by, each of which sends its own number."""
+    """The ranks whose keys arrive, in order; each rank sends its own number."""
     ring = RingAttention(group, contiguous(6, group.size()))
     mine = torch.full((2, 1, 1, 6 // group.size(), 1), float(group.rank()))
-    came = [(source, there.unique().tolist()) for source, there in ring.receive_keys(mine)]
-    assert all(numbers == [source] for source, numbers in came)
-    return [source for source, _ in came]
+    received = [(source, keys.unique().tolist()) for source, keys in ring.receive_keys(mine)]
+    assert all(numbers == [source] for source, numbers in received)
+    return [source for source, _ in received]
 
 
 def test_keys_arrive_in_ring_order(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Who holds which positions: all of them once, and what is seen of other ranks is what a causal mask says."""
+"""Positions per rank: each is on one rank, and the visible keys of other ranks follow from the causal mask."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -17,10 +17,10 @@ CUTS = st.sampled_from([contiguous, zigzag])
 @given(CUTS, st.integers(0, 60), st.integers(1, 8))
 def test_each_position_is_on_one_rank_in_order(cut: Callable[[int, int], Positions], length: int, ranks: int) -> None:
     positions = cut(length, ranks)
-    held = [positions.of(rank).tolist() for rank in range(ranks)]
-    assert sorted(chain(*held)) == list(range(length))
-    assert all(rows == sorted(rows) for rows in held)
-    assert positions.length == length and positions.num_rows == tuple(map(len, held))
+    rows_of_ranks = [positions.of(rank).tolist() for rank in range(ranks)]
+    assert sorted(chain(*rows_of_ranks)) == list(range(length))
+    assert all(rows == sorted(rows) for rows in rows_of_ranks)
+    assert positions.length == length and positions.num_rows == tuple(map(len, rows_of_ranks))
     assert max(positions.num_rows) - min(positions.num_rows) <= 2
 
 

@@ -1,4 +1,4 @@
-"""LAMB against its formula, against pytorch_optimizer, and with its weights in parts over ranks."""
+"""LAMB compared with its formula, with pytorch_optimizer, and with weights sharded over ranks."""
 
 import math
 
@@ -37,8 +37,8 @@ def test_two_steps_are_the_papers_formula() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 def test_equal_to_pytorch_optimizer(decay: float) -> None:
-    """Theirs leaves the bias of m and v in r, and the ratio takes any factor of r + λw out again: so its λ is divided
-    by that of r."""
+    """pytorch_optimizer leaves the bias of m and v in r. The trust ratio cancels any factor of r + λw, so its λ is
+    divided by the factor of r."""
     from pytorch_optimizer import Lamb as Theirs
 
     ours, theirs = weights(torch.float32)[:1], weights(torch.float32)[:1]  # it would scale a bias, too
@@ -46,9 +46,7 @@ def test_equal_to_pytorch_optimizer(decay: float) -> None:
         ours[0].mul_(5)  # a norm above the bound of 10
         theirs[0].mul_(5)
     reference = Theirs(theirs, lr=0.01, adam_debias=True, weight_decouple=False, eps=1e-12)
-    optimizer = Lamb(
-        split_by_decay(ours, decay), 0.01, eps=1e-12
-    )  # without the bias of moments an eps weighs otherwise
+    optimizer = Lamb(split_by_decay(ours, decay), 0.01, eps=1e-12)  # eps matters less without the bias of moments
     for step in range(4):
         unbiased = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
         reference.param_groups[0]["weight_decay"] = decay / unbiased

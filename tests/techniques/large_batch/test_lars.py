@@ -1,4 +1,4 @@
-"""LARS against its formula, against pytorch_optimizer, and with its weights in parts over ranks."""
+"""LARS compared with its formula, with pytorch_optimizer, and with weights sharded over ranks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DECAY = 0.1
 
 def test_one_step_is_the_papers_formula() -> None:
     weight, bias = nn.Parameter(torch.tensor([[3.0, 4.0]])), nn.Parameter(torch.tensor([1.0]))
-    # Against the weight: ‖g + βw‖ is not ‖g‖ + β‖w‖.
+    # The gradient points against the weight, so ‖g + βw‖ is not ‖g‖ + β‖w‖.
     weight.grad, bias.grad = torch.tensor([[-0.6, -0.8]]), torch.tensor([2.0])
     Lars(split_by_decay([weight, bias], DECAY), lr=0.5, trust=0.01).step()
     rate = 0.01 * 5 / (1 + DECAY * 5)

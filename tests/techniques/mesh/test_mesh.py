@@ -1,4 +1,4 @@
-"""A grid of ranks: each axis has the ranks that differ along it alone, and their sums stay within it."""
+"""A mesh of ranks: the group of an axis contains the ranks that differ only along it, and sums stay within it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.warm_ranks import Ranks
 
 
 def places(group: dist.ProcessGroup, sizes: dict[str, int]) -> dict[str, tuple[int, int, list[int], float]]:
-    """Along each axis: this rank's place, the length, the ranks, and the sum of their numbers by a collective there."""
+    """For each axis: this rank's index, the size, the ranks, and the result of an all_reduce along it."""
     mesh, found = Mesh.grid(sizes, group), {}
     for axis in sizes:
         number = torch.tensor(10.0 ** group.rank())
@@ -37,7 +37,7 @@ def test_three_axes_of_uneven_lengths(ranks: Ranks) -> None:
 
 
 def one_axis(group: dist.ProcessGroup, sizes: dict[str, int]) -> tuple[bool, int, int]:
-    """Whether the mesh's group is the one that it was made of, and what an axis that is not there is like."""
+    """Whether the mesh uses the group it was made from, and the size and index of an axis that does not exist."""
     mesh = Mesh.grid(sizes, group)
     return mesh.group is group, mesh.size("absent"), mesh.index("absent")
 
@@ -47,7 +47,7 @@ def test_a_mesh_of_one_axis_is_the_group_itself(ranks: Ranks) -> None:
 
 
 def together(group: dist.ProcessGroup, sizes: dict[str, int], axes: tuple[str, ...]) -> tuple[str, list[int], bool]:
-    """The group over several axes: its description, its ranks, and whether it is made once."""
+    """The group over several axes: its description, its ranks, and whether it is created only once."""
     mesh = Mesh.grid(sizes, group)
     made = mesh.across(*axes)
     return made.group_desc, dist.get_process_group_ranks(made), mesh.across(*axes) is made
@@ -67,7 +67,7 @@ def test_axes_of_size_one_add_no_ranks(ranks: Ranks) -> None:
 
 
 def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
-    """The sentence with which a mesh is refused, or its only group."""
+    """The error message of a mesh, or the size of its group."""
     try:
         mesh = Mesh.grid(sizes, group)
         return str(mesh[axis].size() if axis else mesh.group.size())

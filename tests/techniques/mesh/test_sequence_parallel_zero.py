@@ -1,4 +1,4 @@
-"""What ranks of a slice used on their rows is summed over them before ZeRO scatters it, and nothing else is."""
+"""With sequence parallelism only gradients of replicated weights are summed over the rows' ranks before ZeRO."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[float]:
-    """Gradients of a weight that is this rank's own and of a bias that all hold, after so many microbatches; there is
-    one replica, so that a shard is all of it."""
+    """Gradients of a weight of this rank alone and of a replicated bias. There is one replica, so a shard is the whole
+    gradient."""
     torch.manual_seed(0)
     layer, alone = nn.Linear(1, 1), dist.new_group([group.rank()], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""The pipeline against the same layers in one process: every schedule, odd shapes and sizes, and what goes wrong."""
+"""The pipeline compared with the same layers in one process: every schedule, uneven shapes and sizes, and failures."""
 
 import datetime
 import gc
@@ -16,12 +16,12 @@ from distlab.techniques.collectives.phases import recorded
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline, outlined, zeros_like_outline
 from distlab.techniques.pipeline_parallel.schedules import Schedule
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 from tests.warm_ranks import MAX, Ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-WIDTHS = (3, 5, 2, 7, 4, 6, 1, 5, 2)  # of what passes between layers: no two boundaries are alike
+WIDTHS = (3, 5, 2, 7, 4, 6, 1, 5, 2)  # of the activations between layers; neighbours differ
 SIZES = (2, 1, 4, 3, 1)
 TIMEOUT_S = 1.5
 
@@ -65,7 +65,7 @@ def pipeline_of(group: dist.ProcessGroup, name: str, chunks: int = 1, microbatch
 
 
 def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None, dict[str, Tensor], int]:
-    """Two steps, the second with microbatches of other sizes: its loss, its gradients, and what was in flight."""
+    """Run two steps; return the loss, gradients and microbatches in flight of the second, which has other sizes."""
     pipeline = pipeline_of(group, name, chunks)
     pipeline.step(inputs(), loss)
     for layer in pipeline.stages.values():
@@ -135,8 +135,8 @@ def test_phases_record_the_ranks_actions(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
-def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
-    """How many of the first stage's activations are alive before each of its backward passes."""
+def live_activations(group: dist.ProcessGroup) -> list[int]:
+    """How many of the first stage's activations are in memory before each of its backward passes, and at the end."""
     pipeline = pipeline_of(group, "gpipe")
     storages: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
@@ -157,15 +157,15 @@ def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
 
 
 def test_activations_are_freed_by_their_backward(ranks: Ranks) -> None:
-    first, *_ = ranks(3, sent_and_alive)
+    first, *_ = ranks(3, live_activations)
     assert first == [5, 4, 3, 2, 1, 0]
 
 
-# --- what goes wrong ---
+# --- failures ---
 
 
 def short_group(size: int) -> dist.ProcessGroup:
-    """The first `size` ranks of the pool, with little patience; every rank of the pool has to call it."""
+    """The first `size` ranks of the pool, with a short timeout; every rank of the pool has to call this."""
     bound = datetime.timedelta(seconds=TIMEOUT_S)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -175,14 +175,14 @@ def short_group(size: int) -> dist.ProcessGroup:
 
 
 class Silent(Boundaries):
-    """Computes, and sends nothing on."""
+    """Computes, but does not send results."""
 
     def send_result(self, action: schedules.Action, tensor: Tensor) -> None:
-        """Lose it."""
+        """Discard the tensor."""
 
 
 def failing(group: dist.ProcessGroup, name: str, culprit: int, raises: bool) -> tuple[str, float]:
-    """The error of this rank where `culprit` goes wrong between receiving and sending, and when it came."""
+    """This rank's error, and the seconds until it, if `culprit` fails between receiving and sending."""
     ours = short_group(3)
     if group.rank() >= 3:
         return "", 0.0

@@ -1,4 +1,4 @@
-"""The formulas of pipelines: papers' figures, and bytes and bubble against the schedules themselves."""
+"""The formulas of pipelines compared with papers' figures and with the simulated schedules."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from distlab.techniques.pipeline_parallel.schedules import (
     zb_h1,
     zbv,
 )
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,7 +51,7 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
 def test_formulas_equal_the_simulated_schedules(ranks: int, microbatches: int, chunks: int) -> None:
-    """The idle share, what runs ahead and what is held, fewer microbatches than ranks included."""
+    """Idle share, warm-up passes and microbatches in flight, also for fewer microbatches than ranks."""
     for name, schedule in made(ranks, microbatches, chunks).items():
         spans = simulate(schedule, LASTS)
         stages = len(owners(schedule)) // ranks
@@ -82,11 +82,11 @@ def test_microbatches_in_flight_of_1f1b_and_gpipe() -> None:
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
 def test_pipeline_ends_equal_the_schedules_sends(ranks: int, microbatches: int, chunks: int) -> None:
     for rank, actions in enumerate(interleaved(ranks, microbatches, chunks)):
-        takers = [consumer_of(action, ranks * chunks) for action in actions]
-        sent = sum(taker is not None and taker.stage % ranks != rank for taker in takers)
+        consumers = [consumer_of(action, ranks * chunks) for action in actions]
+        sent = sum(consumer is not None and consumer.stage % ranks != rank for consumer in consumers)
         assert sent == microbatches * pipeline_ends(ranks, chunks, rank)
     places = folded(ranks)
     for rank, actions in enumerate(zbv(ranks, microbatches)):
-        takers = [consumer_of(action, 2 * ranks) for action in actions]
-        sent = sum(taker is not None and places[taker.stage] != rank for taker in takers)
+        consumers = [consumer_of(action, 2 * ranks) for action in actions]
+        sent = sum(consumer is not None and places[consumer.stage] != rank for consumer in consumers)
         assert sent == microbatches * pipeline_ends(ranks, 2, rank, folded=True)

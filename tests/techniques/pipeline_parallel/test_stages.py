@@ -1,5 +1,4 @@
-"""Cutting a model: which layers go where, which rank holds which parameter, and gradients of those that several
-hold."""
+"""Cutting a model into stages: layers per stage, parameters per rank, and gradients of shared parameters."""
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def test_layers_are_divided_like_tensor_split(counted: int, stages: int, first: 
 
 
 class Tied(nn.Module):
-    """Four layers, of which the first, the third and the last share one matrix."""
+    """Four layers; the first, third and last share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The scale of the loss against torch.amp.GradScaler, step by step."""
+"""The loss scale compared with torch.amp.GradScaler, step by step."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Flat units: who owns which run of a layer, and what memory there is when."""
+"""Flat units: which rank owns which run of a layer, and when its memory is allocated."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_weights_are_allocated_and_freed_in_one_storage() -> None:
     assert unit.named["p6"].tolist() == [6, 7, 8, 9]
     unit.free()
     assert storage.nbytes() == 0
-    assert unit.master.tolist() == [4, 5, 6, 7]  # the shard has memory of its own
+    assert unit.master.tolist() == [4, 5, 6, 7]  # the shard has its own memory
 
 
 def test_a_kept_unit_stores_its_weights_once() -> None:
@@ -62,7 +62,7 @@ def test_masters_of_bfloat16_weights_are_float32() -> None:
     unit.deliver()
     assert unit.master.grad is not None and unit.master.grad.dtype == torch.float32
     with torch.no_grad():
-        # Less than a step of bfloat16 at 1 and 2: the master keeps it, the weight does not show it.
+        # Smaller than the spacing of bfloat16 at 1 and 2: the master changes, the weight does not.
         unit.master.add_(1e-4)
     unit.refresh()
     assert unit.master.grad is None  # only the 16-bit gradient stays

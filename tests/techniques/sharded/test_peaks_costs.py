@@ -1,4 +1,4 @@
-"""The peak of a step: the bytes of one process's passes at each moment, plus what the strategy stores then."""
+"""The peak memory of a step: one process's bytes at each moment, plus the bytes that the strategy stores then."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 
 from distlab.techniques.sharded.costs import PassEvent, Replicated, adamw_scratch_bytes, pass_peak, shown_on
 
-# A pass of one layer with parameters of 10 and 2 numbers: activations of 100 bytes, gone with the gradients.
+# A pass of one layer with parameters of 10 and 2 numbers, and 100 bytes of activations that its gradients free.
 PASSES = [
     PassEvent("batch", highest=30, live=20),
     PassEvent("layer", 0, highest=20, live=20),
@@ -28,7 +28,7 @@ def test_peak_with_buckets_and_with_single_gradients() -> None:
 
 
 class Spike:
-    """Stores 500 bytes for a moment while it delivers a gradient."""
+    """Stores 500 bytes for a moment while a gradient is delivered."""
 
     def stored_bytes(self) -> float:
         return 7.0

@@ -22,7 +22,7 @@ FORWARD = [PassEvent("layer", 4), PassEvent("layer_end", 4), PassEvent("layer", 
 
 
 def most_numbers(stage: int, passes: list[PassEvent], rank: int = 0, microbatches: int = 1) -> list[float]:
-    """Return the most numbers that the rank stores during each event."""
+    """Return how many numbers the rank stores at most during each event."""
     memory = Sharding(stage, UNITS, rank, 2, 1, 0.0, microbatches=microbatches)
     return [max(memory.after(event)) for event in passes]
 

@@ -1,4 +1,4 @@
-"""The formulas of tensor parallelism: against the papers' closed forms, and against each other."""
+"""The formulas of tensor parallelism, compared with the papers' closed forms and with each other."""
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def test_sequence_parallel_total_equals_tensor_parallel(world_size: int, slices:
     ("rows", "backend", "calls"),
     [
         (5, "tcp", [6, 6, 6, 6]),  # 3 sends to scatter, 3 to gather
-        (2, "tcp", [4, 4, 2, 2]),  # 2 ranks get no chunk and have none to give
+        (2, "tcp", [4, 4, 2, 2]),  # 2 ranks have no chunk
         (8, "tcp", [4, 4, 4, 4]),  # equal chunks are gathered in one call
         (5, "gloo", [4, 4, 4, 4]),  # one all_to_all of any chunks to scatter
         (2, "gloo", [4, 4, 1, 1]),
