@@ -1,4 +1,4 @@
-"""A given layout, JSON, training time, and refusals: a sentence for each fault with what could be."""
+"""A requested layout, JSON, training time, and refusals, which name for each fault what is allowed."""
 
 import json
 import math
@@ -19,9 +19,9 @@ LINE = "--model llama3-70b --gpus 64 --gpu h100 --seq 8192 --global-batch 1024"
 
 
 def priced(line: str) -> Cost:
-    asked = read_question(line.split())
-    assert asked.layout is not None
-    return cost(asked.job, asked.layout)
+    question = read_question(line.split())
+    assert question.layout is not None
+    return cost(question.job, question.layout)
 
 
 def test_requested_layout_is_estimated_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_json_contains_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert nothing["take"] is None and nothing["would_fit"] and nothing["training"] is None
 
 
-# What each option is worth, by the paper that it is from.
+# The effect of each option, compared with the paper that introduced it.
 
 
 def test_recomputation_repeats_the_forward_pass() -> None:
@@ -101,7 +101,7 @@ def test_recomputation_repeats_the_forward_pass() -> None:
 
 
 def test_full_recomputation_stores_no_attention_scores() -> None:
-    """Llama 3 8B at 131k positions in 16 GB of activations; with its scores a layer alone would be 2 TB."""
+    """Llama 3 8B has 16 GB of activations at 131k positions; the scores of one layer alone would take 2 TB."""
     line = "--model llama3-8b --gpus 8 --gpu h100 --seq 131072 --recompute full --layout cp8"
     assert priced(line).memory["activations"] < 16e9
     assert priced(f"{line} --attention scores").memory["activations"] > 2e11
@@ -114,7 +114,7 @@ def test_chunks_divide_the_bubble() -> None:
 
 
 def test_expert_parallelism_sends_tokens_and_divides_weights() -> None:
-    """4·k·b·s·h·(e-1)/e bytes of a layer and microbatch, and an e-th of the experts on each rank."""
+    """4·k·b·s·h·(e-1)/e bytes per layer and microbatch, and 1/e of the experts on each rank."""
     line = "--model mixtral-8x7b --gpus 8 --gpu h100 --seq 4096 --global-batch 8"
     one, all_ = (priced(f"{line} --layout dp8,ep{e} --zero 0") for e in (1, 8))
     assert one.sent["expert"] == 0 == one.parts["expert"]
@@ -128,7 +128,7 @@ DEEPSEEK = "--model deepseek-v3 --gpus 256 --gpu h100 --seq 4096 --global-batch 
 
 
 def test_experts_are_assigned_over_tensor_slices() -> None:
-    """tp2 of dp16 are 32 ranks that share the experts, each whole (ETP 1), or 16 of halves."""
+    """With tp2 and dp16, 32 ranks have complete experts (ETP 1), or 16 pairs of ranks have halves (ETP 2)."""
     folded, cut = (priced(f"{DEEPSEEK},{axes}") for axes in ("ep32", "ep16,etp2"))
     assert folded.layout.name == "tp 2 x ep 32 x pp 8 x zero1 16" and "etp 2" in cut.layout.name
     for kind in ("parameters", "gradients"):
@@ -137,7 +137,7 @@ def test_experts_are_assigned_over_tensor_slices() -> None:
 
 
 def test_tokens_are_sent_per_node_or_per_expert() -> None:
-    """Of 8 experts on 4 nodes a token reaches 4·(1 - (3/4)^8) = 3.6, three quarters of them others."""
+    """A token with 8 experts on 4 nodes reaches 4·(1 - (3/4)^8) = 3.6 nodes, of which 3/4 are other nodes."""
     once, each = (priced(f"{DEEPSEEK},ep32 --dispatcher {name}") for name in ("deepep", "alltoall"))
     assert each.parts["expert"] / once.parts["expert"] == pytest.approx(8 / (4 * (1 - 0.75**8)), rel=0.05)
     near = priced("--model mixtral-8x7b --gpus 8 --gpu h100 --layout dp8,ep8")
@@ -147,7 +147,7 @@ def test_tokens_are_sent_per_node_or_per_expert() -> None:
 
 
 def test_expert_gradients_are_summed_over_fewer_ranks() -> None:
-    """With ep8 in nodes of 8 those that have the same experts stand on eight nodes, with a card each."""
+    """With ep8 in nodes of 8, the ranks with the same experts are on eight nodes, one GPU on each."""
     line = "--model mixtral-8x7b --gpus 64 --gpu h100 --zero 1 --latency 0us --node-latency 0us --layout dp64"
     whole, dealt = (priced(f"{line},{axes}") for axes in ("ep1", "ep8"))
     assert dealt.sent["data"] < whole.sent["data"] / 4
@@ -164,7 +164,7 @@ def test_logits_memory_depends_on_the_loss(loss: str, share: float) -> None:
 
 
 def test_fitted_shares_depend_on_the_software() -> None:
-    """An H200 has the H100's chip; both reach more with NVIDIA's kernels."""
+    """An H200 has the chip of an H100; both are faster with NVIDIA's kernels."""
     shares = {
         (card, software): read_question(
             f"--params 7B --gpus 8 --gpu {card} --software {software}".split()
@@ -178,7 +178,7 @@ def test_fitted_shares_depend_on_the_software() -> None:
 
 
 def test_every_answer_has_an_error_band(capsys: pytest.CaptureFixture[str]) -> None:
-    """From the errors of its kind, and a layout within that of memory may fit or not."""
+    """The band is the error of its kind; a layout may or may not fit if its memory is within the band of the limit."""
     found = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)
     assert found["band"]["kind"] == "dense bf16" and found["band"]["step"] > 1.2 and found["band"]["memory"] > 1.05
     step_s, factor = found["layout"]["step_s"], found["band"]["step"]
@@ -195,11 +195,11 @@ def test_every_answer_has_an_error_band(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_groups_over_nodes_use_all_links_of_a_node() -> None:
-    """ZeRO-3's gathers go over eight links of a node together; those of a group with one card a node over one."""
+    """ZeRO-3's gathers use all eight links of a node together; a group with one GPU per node uses one."""
     line = "--model llama3-70b --gpus 64 --gpu h100 --link 1Gbit --latency 0us --node-latency 0us"
-    asked = read_question(line.split()).job
-    spread = step_parts(asked, Layout(1, 1, 64, 3))["data"] / sent(asked, Layout(1, 1, 64, 3))["data"]
-    narrow = step_parts(asked, Layout(8, 1, 8, 3))["data"] / sent(asked, Layout(8, 1, 8, 3))["data"]
+    job = read_question(line.split()).job
+    spread = step_parts(job, Layout(1, 1, 64, 3))["data"] / sent(job, Layout(1, 1, 64, 3))["data"]
+    narrow = step_parts(job, Layout(8, 1, 8, 3))["data"] / sent(job, Layout(8, 1, 8, 3))["data"]
     assert narrow / spread == pytest.approx(8, rel=0.05)
 
 
@@ -211,8 +211,8 @@ def test_fp8_speeds_up_only_matrix_products() -> None:
 
 
 def test_adapters_need_little_gradient_and_optimizer_memory() -> None:
-    """torchtune's figures of Llama 3 8B on one card, in its README: 18.9 GiB with 8-bit moments in the host's memory,
-    steps in the backward pass and a loss of few tokens at a time, and 16.2 GiB with adapters."""
+    """The figures in torchtune's README for Llama 3 8B on one GPU: 18.9 GiB with 8-bit moments in host memory, the
+    optimizer step in the backward pass and a chunked loss; 16.2 GiB with adapters."""
     line = "--model llama3-8b --gpus 1 --gpu rtx4090 --recompute full --layout dp1 --batch 2 --microbatches 1"
     full = priced(f"{line} --precision bf16 --optimizer paged-adamw8bit --step-in-backward")
     assert full.held_bytes / 2**30 == pytest.approx(18.9, rel=0.1) and full.fits
@@ -225,8 +225,8 @@ def test_adapters_need_little_gradient_and_optimizer_memory() -> None:
 
 
 def test_memory_with_no_sync_and_with_offload() -> None:
-    """Weights and gradients of 70 billion over tp 4 are 35 GB each, however many shards; with FSDP's offload a GPU has no
-    shard (torchtune: 13.9 GiB of 70B's bf16 training on 8 A100)."""
+    """Without sync, the weights and gradients of 70B over tp 4 take 35 GB each for any number of shards. With FSDP's
+    offload a GPU stores no shard (torchtune: 13.9 GiB for bf16 training of 70B on 8 A100)."""
     line = "--model llama3-70b --gpus 32 --gpu h200 --layout tp4,dp8 --zero 3 --precision bf16 --microbatch 2 --global-batch"
     plain, once = (priced(f"{line} 32{more}") for more in ("", " --no-sync"))
     assert once.held_bytes - plain.held_bytes == pytest.approx(2 * 35.3e9 - plain.memory["gradients"], rel=0.01)
@@ -246,9 +246,9 @@ def test_optimizer_memory_per_parameter() -> None:
 
 
 def test_mfu_counts_no_operation_twice() -> None:
-    asked = read_question([*LINE.split(), "--recompute", "full"]).job
-    executed = executed_flops(asked.shape, asked.num_parameters, asked.seq, asked.step_tokens, "full")
-    assert 1.25 < executed / model_flops(asked) < 1.4
+    job = read_question([*LINE.split(), "--recompute", "full"]).job
+    executed = executed_flops(job.shape, job.num_parameters, job.seq, job.step_tokens, "full")
+    assert 1.25 < executed / model_flops(job) < 1.4
     mixtral = read_question(["--model", "mixtral-8x7b", "--gpus", "8", "--gpu", "h100"]).job
     shape, count, _ = named("mixtral-8x7b")
     per_token = model_flops(mixtral) / mixtral.step_tokens - 6 * 32 * 2048 * 4096
@@ -261,7 +261,7 @@ def test_overlap_hides_tensor_parallel_messages() -> None:
 
 
 def test_hidden_communication_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """ZeRO-3's gathers go on under compute but for a layer of each pass; with nothing computed all would be waited for."""
+    """Compute hides ZeRO-3's gathers, except for one layer per pass."""
     found = decoded(f"{LINE} --layout dp64 --zero 3", capsys)["layout"]
     assert found["messages_s"]["data"] > 20 * found["parts_s"]["data"] > 0
     assert main([*LINE.split(), "--layout", "tp8,dp8", "--zero", "3"]) == 0
@@ -271,13 +271,13 @@ def test_hidden_communication_is_printed(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_no_time_or_memory_is_negative() -> None:
     for layout in (Layout(8, 2, 2, 1, 2), Layout(1, 1, 64, 3), Layout(2, 4, 8, 2), Layout(1, 64, 1, 0)):
-        asked = read_question(LINE.split()).job
-        assert all(part >= 0 and math.isfinite(part) for part in step_parts(asked, layout).values())
-        assert all(each >= 0 for each in memory_by_class(asked, layout).values())
+        job = read_question(LINE.split()).job
+        assert all(part >= 0 and math.isfinite(part) for part in step_parts(job, layout).values())
+        assert all(each >= 0 for each in memory_by_class(job, layout).values())
 
 
 def test_zero_option_selects_the_stage() -> None:
-    asked = read_question([*LINE.split(), "--zero", "1"])
-    assert list(asked.stages) == [1]
+    question = read_question([*LINE.split(), "--zero", "1"])
+    assert list(question.stages) == [1]
     with pytest.raises(ConfigError):
         read_question([*LINE.split(), "--zero", "one"])

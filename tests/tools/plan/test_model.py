@@ -1,4 +1,4 @@
-"""Models by name, by config.json and by a number of parameters: as many parameters as their papers say."""
+"""Models by name, by config.json and by number of parameters, compared with the papers' numbers of parameters."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ MIXTRAL = {
 
 @pytest.mark.parametrize("name", list(table()))
 def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    """Within half a percent: norms, biases and positions are left out, and DeepSeek-V3's latent attention."""
+    """Within half a percent, because norms, biases, positions and DeepSeek-V3's latent attention are not counted."""
     shape, num_parameters, source = named(name)
     assert (shape.body + shape.ends) / num_parameters == pytest.approx(1, abs=0.005)
     assert shape.width % shape.heads == 0 and shape.heads % shape.kv_heads == 0
@@ -44,7 +44,7 @@ def test_config_json_gives_the_tables_shape(tmp_path: Path) -> None:
 
 
 MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-PUBLISHED: dict[str, dict[str, Any]] = {  # as far as they say something of the shape
+PUBLISHED: dict[str, dict[str, Any]] = {  # only the fields that describe the shape
     "deepseek-v3": MLA | {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
         "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
@@ -99,7 +99,7 @@ def test_mixture_configs_with_their_own_field_names(name: str, tmp_path: Path) -
 
 
 def test_model_families_have_defaults(tmp_path: Path) -> None:
-    """Gemma 3 1B has 1.0 billion parameters and windows in five of six layers; Falcon 7B one head of keys and values."""
+    """Gemma 3 1B has 1.0 billion parameters and windows in five of six layers; Falcon 7B has one key-value head."""
     gemma, falcon = read(tmp_path, GEMMA), read(tmp_path, FALCON)
     assert (gemma.body + gemma.ends) / 1e9 == pytest.approx(1.0, rel=0.01) and gemma.window_layers == 22
     assert (falcon.body + falcon.ends) / 1e9 == pytest.approx(6.92, rel=0.01) and falcon.kv_heads == 1
@@ -125,7 +125,7 @@ def test_unknown_config_fields_are_named(fields: dict[str, Any], words: str, tmp
 
 
 def test_a_window_and_latent_attention_are_counted() -> None:
-    """Half of GPT-OSS' layers see 128 positions; DeepSeek-V3's heads score 192 numbers and sum 128."""
+    """Half of GPT-OSS' layers attend to 128 positions; DeepSeek-V3's keys have 192 numbers per head, its values 128."""
     oss, deepseek = named("gpt-oss-120b")[0], named("deepseek-v3")[0]
     assert oss.seen(4096) == pytest.approx((2048 + 128 - 2) / 2)
     assert (deepseek.head, deepseek.value, deepseek.keys) == (192, 128, 128 * 320)

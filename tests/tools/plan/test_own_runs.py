@@ -1,4 +1,4 @@
-"""The lab's own runs as rows of the planner: which variants it knows, with which layout, and what their reports say."""
+"""The lab's own runs in the planner: the known variants, their layouts, and the planned times in reports."""
 
 import os
 from dataclasses import replace
@@ -28,7 +28,7 @@ PARAMETERS = 12 * WIDTH**2 * DEPTH + 13 * WIDTH * DEPTH + 2 * WIDTH + (2 * 256 +
 
 
 def run(mode: str, axes: dict[str, int], *more: Record, **settings: object) -> Ranks:
-    """Records of a run whose ranks lie along these axes."""
+    """Records of a run with a mesh of these axes."""
     world_size = 1
     for size in axes.values():
         world_size *= size
@@ -56,7 +56,7 @@ def test_each_variant_has_its_layout() -> None:
     assert (job.samples, job.global_samples, job.num_parameters) == (2, BATCH, PARAMETERS)
     assert way.sequence
     assert job.sequence_parallel
-    assert not planned_variants(run("dp", {"dp": 5}), [MEASURED])  # which share no twelve samples
+    assert not planned_variants(run("dp", {"dp": 5}), [MEASURED])  # five ranks do not divide twelve samples
     assert set(planned_variants(run("mesh", {"tp": 2}), [MEASURED])) == {"1f1b", "sequence"}  # ZeRO needs replicas
 
 
@@ -93,19 +93,19 @@ def test_a_pipeline_without_overlap_waits_every_turn() -> None:
 def test_gradients_outside_buckets_replace_activations() -> None:
     fsdp = priced(run("fsdp", {"dp": 3}), [MEASURED])
     assert fsdp["zero1"].memory["gradients"] == 4 * PARAMETERS
-    assert fsdp["zero2"].memory["gradients"] == 0  # fewer than the activations of this batch
+    assert fsdp["zero2"].memory["gradients"] == 0  # smaller than the activations that they replace
     twice = priced(run("fsdp", {"dp": 3}, LAB_MICROBATCHES=2), [MEASURED])
     assert twice["zero2"].memory["gradients"] == pytest.approx(4 * PARAMETERS / 3)
     tp = priced(run("tp", {"tp": 2}), [MEASURED])
     whole = BATCH * SEQ * WIDTH * 4
-    saved = DEPTH * whole * (4 * 4 + 2) / 4 / 2  # norms' and blocks' inputs, of which each rank keeps its rows
-    kept = DEPTH * 2 * whole / 2  # gathered inputs of two slices a layer
+    saved = DEPTH * whole * (4 * 4 + 2) / 4 / 2  # inputs of norms and blocks: each rank keeps its own rows
+    kept = DEPTH * 2 * whole / 2  # gathered inputs of two slices per layer
     assert tp["megatron"].memory["activations"] - tp["sequence"].memory["activations"] == pytest.approx(saved - kept)
 
 
 def test_flops_come_from_the_fastest_handwritten_variant(tmp_path: Path) -> None:
     seconds = {"flat": 0.3, "bucketed": 0.2, "ddp": 0.1}
-    profiles = [Profile(name, {"forward": taken / 2, "backward": taken / 2}) for name, taken in seconds.items()]
+    profiles = [Profile(name, {"forward": total_s / 2, "backward": total_s / 2}) for name, total_s in seconds.items()]
     crowded = calibrate(written(tmp_path / "dp", run("dp", {"dp": 3}, load(1), *profiles)))
     embedded = 256 * WIDTH
     flops = 6 * (PARAMETERS - embedded) + 7 * SEQ * WIDTH * DEPTH
@@ -118,8 +118,8 @@ def test_flops_come_from_the_fastest_handwritten_variant(tmp_path: Path) -> None
 
 
 def test_all_reduce_halves_cost_the_measured_time(tmp_path: Path) -> None:
-    def swept(title: str, *taken: tuple[str, str, str]) -> Table:
-        return Table(title, ["size", "variant", "us"], [list(row) for row in taken])
+    def swept(title: str, *rows: tuple[str, str, str]) -> Table:
+        return Table(title, ["size", "variant", "us"], [list(row) for row in rows])
 
     records = fitted()
     records[0] += [
@@ -129,7 +129,7 @@ def test_all_reduce_halves_cost_the_measured_time(tmp_path: Path) -> None:
     ]
     link = calibrate(written(tmp_path / "comm", records)).link
     assert link is not None
-    assert link.halves == pytest.approx(1.7)  # of the one large size that all three have
+    assert link.halves == pytest.approx(1.7)  # at the only large size that all three tables have
     plain = calibrate(written(tmp_path / "plain", fitted())).link
     assert plain is not None
     assert plain.halves == 1
@@ -155,7 +155,7 @@ def test_report_uses_a_link_of_equal_world_size(tmp_path: Path) -> None:
     assert planned(folder, records) == none
 
     written(tmp_path / "comm", fitted())
-    os.utime(tmp_path / "comm" / "rank0.jsonl", (1e9, 1e9))  # the oldest, and the only one that fits
+    os.utime(tmp_path / "comm" / "rank0.jsonl", (1e9, 1e9))  # the oldest, and the only suitable one
     found = planned(folder, records)
     assert found is not None
     assert set(found.costs) == {"megatron", "sequence"}
