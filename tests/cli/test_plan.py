@@ -201,10 +201,10 @@ def test_recomputation_repeats_tensor_parallel_sums() -> None:
 
 def test_assumed_peak_depends_on_the_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """NVIDIA's data sheet of the A100: 312 TFLOP/s in bf16 and fp16, 156 in TF32."""
-    mixed, single, given = (
+    mixed, single, with_flops = (
         job_of(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
     )
-    assert (mixed.gpu.flops, single.gpu.flops, given.gpu.flops) == (312e12, 156e12, 19.5e12)
+    assert (mixed.gpu.flops, single.gpu.flops, with_flops.gpu.flops) == (312e12, 156e12, 19.5e12)
     for more, words in (
         ("", "GPU        assumed (A100: NVIDIA, data sheet"),
         ("--precision fp32", "in TF32 half of its peak, where PyTorch is allowed it): name yours with --gpu"),

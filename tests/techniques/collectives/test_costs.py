@@ -166,7 +166,7 @@ def test_gloo_adds_144_bytes_to_each_message(ranks: Ranks, world_size: int) -> N
                 if op == "all_reduce"
                 else half_messages(name, op, world_size, 4 * length, rank)
             )
-            # A rank whose sends and receives differ in number adds less, because both ends frame a message.
+            # A rank with different numbers of sends and receives adds less, because both ends frame a message.
             assert added <= FRAMES_BYTES * counted, (op, name, rank)
             exact = name != "tree" and (op, name) != ("all_gather", "server")
             assert added == FRAMES_BYTES * counted or not exact, (op, name, rank)

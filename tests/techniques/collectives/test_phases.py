@@ -75,7 +75,7 @@ def test_backward_on_another_thread_counts_for_its_caller() -> None:
 
 
 class Device:
-    """A device whose kernels run one after the other, each for 10 s, and its events."""
+    """A simulated GPU: kernels run one after the other, each for 10 s, and events record their times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done_s = 0.0

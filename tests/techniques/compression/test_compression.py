@@ -235,20 +235,20 @@ def test_fp16_overflow_stays_in_the_residual(ranks: Ranks) -> None:
         assert (sent, left) == pytest.approx((0.5, 0.5), abs=4 * 2.0**-11)  # the limit is rounded, and each sum
 
 
-SHARES = (0.125, 0.5, 0.75)
+FRACTIONS = (0.125, 0.5, 0.75)
 
 
 def rounded_up(group: dist.ProcessGroup) -> list[float]:
     """For each fraction above a code: the error of the number rounded up, in standard deviations of fair draws."""
     levels, found = 127 // group.size(), []
     codes = torch.arange(2000, dtype=torch.float64) % (2 * levels - 1) - levels + 1  # to L - 1
-    for share in SHARES:
-        values = codes + share
+    for fraction in FRACTIONS:
+        values = codes + fraction
         values[codes == levels - 1] = levels  # which makes the scale one
         fair = values != levels
         Quantised(group, rank_seed(1, group.rank()), feedback=False)(values).wait()
         ups = int((values - group.size() * codes)[fair].round().sum())
-        found.append(sampling_errors(ups, group.size() * int(fair.sum()), share))
+        found.append(sampling_errors(ups, group.size() * int(fair.sum()), fraction))
     return found
 
 

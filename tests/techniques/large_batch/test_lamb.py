@@ -46,7 +46,7 @@ def test_equal_to_pytorch_optimizer(decay: float) -> None:
         ours[0].mul_(5)  # a norm above the bound of 10
         theirs[0].mul_(5)
     reference = Theirs(theirs, lr=0.01, adam_debias=True, weight_decouple=False, eps=1e-12)
-    optimizer = Lamb(split_by_decay(ours, decay), 0.01, eps=1e-12)  # eps matters less without the bias of moments
+    optimizer = Lamb(split_by_decay(ours, decay), 0.01, eps=1e-12)  # eps weighs differently without that bias
     for step in range(4):
         unbiased = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
         reference.param_groups[0]["weight_decay"] = decay / unbiased

@@ -93,10 +93,10 @@ def test_stages_equal_one_process(ranks: Ranks, world_size: int, name: str, chun
     wanted = {key: parameter.grad for key, parameter in dense.named_parameters()}
     schedule = schedule_of(name, world_size, len(SIZES), chunks)
     seen: set[str] = set()
-    for rank, (share, gradients, in_flight) in enumerate(ranks(world_size, run, name, chunks)):
-        assert (share is None) == (rank < world_size - 1)
-        if share is not None:
-            assert share == pytest.approx(total.item(), abs=1e-12)
+    for rank, (rank_loss, gradients, in_flight) in enumerate(ranks(world_size, run, name, chunks)):
+        assert (rank_loss is None) == (rank < world_size - 1)
+        if rank_loss is not None:
+            assert rank_loss == pytest.approx(total.item(), abs=1e-12)
         for key, gradient in gradients.items():
             assert (gradient - wanted[key]).abs().max() <= 1e-12, key
         seen |= set(gradients)

@@ -235,11 +235,11 @@ def test_interleaved_nccl_launches_deadlock() -> None:
 
 
 def test_separate_nccl_launches_deadlock() -> None:
-    apart = [
+    separate = [
         [frozenset({part}) for launch in launches(actions, [0, 1]) for part in sorted(launch, reverse=True)]
         for actions in one_forward_one_backward(2, 4)
     ]
-    assert not launches_complete(apart)
+    assert not launches_complete(separate)
 
 
 # --- memory; tests/techniques/pipeline_parallel/test_pipelines_costs.py compares the bubble with its formula ---

@@ -75,16 +75,16 @@ def decoded(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_json_contains_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = decoded(f"{LINE} --tokens 1e12", capsys)
-    take = next(each for each in found["layouts"] if each["name"] == found["take"])
-    assert sum(take["parts_s"].values()) == pytest.approx(take["step_s"])
-    assert sum(take["memory_bytes"].values()) == pytest.approx(take["held_bytes"])
-    assert found["training"]["days"] == pytest.approx(1e12 / take["tokens_per_s"] / 86400)
+    picked = next(each for each in found["layouts"] if each["name"] == found["take"])
+    assert sum(picked["parts_s"].values()) == pytest.approx(picked["step_s"])
+    assert sum(picked["memory_bytes"].values()) == pytest.approx(picked["held_bytes"])
+    assert found["training"]["days"] == pytest.approx(1e12 / picked["tokens_per_s"] / 86400)
     assert found["training"]["gpu_hours"] == pytest.approx(64 * 24 * found["training"]["days"])
-    assert take["loses"] == "" and all(each["loses"] for each in found["layouts"] if each is not take)
+    assert picked["loses"] == "" and all(each["loses"] for each in found["layouts"] if each is not picked)
     fitting = [each["fits"] for each in found["layouts"]]
     assert fitting == sorted(fitting, reverse=True)
-    given = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)["layout"]
-    assert given["axes"] == {"tp": 8, "pp": 4, "dp": 2, "cp": 1, "ep": 1, "etp": 1, "zero": 1, "chunks": 1}
+    layout = decoded(f"{LINE} --layout tp8,pp4,dp2 --zero 1", capsys)["layout"]
+    assert layout["axes"] == {"tp": 8, "pp": 4, "dp": 2, "cp": 1, "ep": 1, "etp": 1, "zero": 1, "chunks": 1}
     nothing = decoded("--params 70B --gpus 1 --gpu rtx4090", capsys)
     assert nothing["take"] is None and nothing["would_fit"] and nothing["training"] is None
 
@@ -149,9 +149,9 @@ def test_tokens_are_sent_per_node_or_per_expert() -> None:
 def test_expert_gradients_are_summed_over_fewer_ranks() -> None:
     """With ep8 in nodes of 8, the ranks with the same experts are on eight nodes, one GPU on each."""
     line = "--model mixtral-8x7b --gpus 64 --gpu h100 --zero 1 --latency 0us --node-latency 0us --layout dp64"
-    whole, dealt = (priced(f"{line},{axes}") for axes in ("ep1", "ep8"))
-    assert dealt.sent["data"] < whole.sent["data"] / 4
-    assert dealt.parts["data"] > 0.6 * whole.parts["data"]
+    whole, sharded = (priced(f"{line},{axes}") for axes in ("ep1", "ep8"))
+    assert sharded.sent["data"] < whole.sent["data"] / 4
+    assert sharded.parts["data"] > 0.6 * whole.parts["data"]
 
 
 @pytest.mark.parametrize(("loss", "share"), [("fp32", 1), ("fused", 5 / 12), ("chunked", 1 / 8)])

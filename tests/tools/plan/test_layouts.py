@@ -38,8 +38,8 @@ def searched(job: Job) -> Layout | None:
     return among(job, every_layout(job)) or among(job, every_layout(job, job.gpus))
 
 
-def among(job: Job, weighed: Iterable[Layout]) -> Layout | None:
-    fitting = [each for each in (costs.cost(job, layout) for layout in weighed) if each.fits]
+def among(job: Job, considered: Iterable[Layout]) -> Layout | None:
+    fitting = [each for each in (costs.cost(job, layout) for layout in considered) if each.fits]
     fastest = min((each.step_s for each in fitting), default=0.0)
     near = [each for each in fitting if each.step_s <= SLACK * fastest]
     best = min(near, key=lambda each: (each.layout.effort, each.step_s), default=None)
@@ -75,20 +75,20 @@ def test_omitting_kinds_changes_the_pick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_all_combinations_are_considered_once() -> None:
     assert len(KINDS) == len({kind[1:] for kind in KINDS}) == 16
-    weighed = [
+    considered = [
         layout for kind in KINDS for layout in layouts(job_of("--params 7B --gpus 16 --gpu-memory 80GB"), *kind[1:])
     ]
-    assert len(weighed) == len(set(weighed))
-    assert set(weighed) == set(every_layout(job_of("--params 7B --gpus 16 --gpu-memory 80GB")))
+    assert len(considered) == len(set(considered))
+    assert set(considered) == set(every_layout(job_of("--params 7B --gpus 16 --gpu-memory 80GB")))
 
 
 @pytest.mark.parametrize("gpus", [1, 7])
 def test_zero_needs_more_than_one_replica(gpus: int) -> None:
     """If t or p takes all GPUs, ZeRO would be the same layout under another name."""
     job = job_of(f"--params 1B --gpus {gpus} --gpu-memory 80GB --heads 7 --layers 7")
-    weighed = [layout for kind in KINDS for layout in layouts(job, *kind[1:])]
-    assert all(layout.replicas > 1 for layout in weighed if layout.stage)
-    assert len(weighed) == len(set(weighed)) == (1 if gpus == 1 else 6)
+    considered = [layout for kind in KINDS for layout in layouts(job, *kind[1:])]
+    assert all(layout.replicas > 1 for layout in considered if layout.stage)
+    assert len(considered) == len(set(considered)) == (1 if gpus == 1 else 6)
     left_out = plan(job).left_out
     assert len(left_out) == (15 if gpus == 1 else 10)
     if gpus > 1:
@@ -139,12 +139,12 @@ def test_llama_3_405b_layout_is_considered() -> None:
     """Dubey et al. 2024, table 4: 16,384 GPUs as tp 8 x pp 16 x dp 128, a global batch of 2,048 samples, 16 per
     replica; 126 layers in 16 stages."""
     job = job_of(f"{LLAMA} --global-batch 2048")
-    theirs = Layout(8, 16, 128, 1)
-    assert theirs in set(layouts(job, True, True, 1))
-    assert microbatches(job, theirs) == 16
-    assert layers(job, theirs) == 8
+    published = Layout(8, 16, 128, 1)
+    assert published in set(layouts(job, True, True, 1))
+    assert microbatches(job, published) == 16
+    assert layers(job, published) == 8
     assert plan(job).left_out["dp"].startswith("the replicas must share the batch of 2048 samples")
-    fuller = compute_parts(job, theirs)["products"] / compute_parts(job, Layout(8, 1, 2048, 1))["products"]
+    fuller = compute_parts(job, published)["products"] / compute_parts(job, Layout(8, 1, 2048, 1))["products"]
     assert fuller == pytest.approx(8 * 16 / 126), "every rank waits for the stages of 8 layers"
 
 

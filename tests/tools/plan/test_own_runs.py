@@ -76,9 +76,9 @@ def test_no_overlap_where_ranks_fill_their_cores() -> None:
     parts = priced(records, [MEASURED])["flat"].parts
     assert parts["data"] == pytest.approx(sum_s)
     hidden_s = sum(parts[name] for name in ("products", "attention", "elementwise", "vocabulary")) * 2 / 3
-    beside = priced(records, [replace(MEASURED, crowded=False)])["flat"].parts["data"]
-    assert beside == pytest.approx(max(0.0, sum_s - hidden_s))
-    assert beside < parts["data"]
+    overlapped = priced(records, [replace(MEASURED, crowded=False)])["flat"].parts["data"]
+    assert overlapped == pytest.approx(max(0.0, sum_s - hidden_s))
+    assert overlapped < parts["data"]
 
 
 def test_a_pipeline_without_overlap_waits_every_turn() -> None:

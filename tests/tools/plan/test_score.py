@@ -191,7 +191,7 @@ def test_an_invalid_file_of_rows_is_refused(tmp_path: Path, content: str, words:
 
 
 def test_mixtures_are_recognized_by_their_widths(tmp_path: Path) -> None:
-    """A row has DeepSeek-V3's widths but not its latent attention; the widths identify the model, even with 4 layers."""
+    """A row has DeepSeek-V3's widths but not its latent attention; these identify the model, even with 4 layers."""
     shape, parameters, _ = named("deepseek-v3")
     row = ROW | {name: getattr(shape, name) for name in ("width", "heads", "kv_heads", "mlp_width", "experts", "experts_a_token", "vocabulary")}  # fmt: skip
     path = tmp_path / "rows.json"
