@@ -55,7 +55,9 @@ def predictions(name: str, mode: Mode) -> list[str]:
 
 def variants(mode: Mode) -> list[str]:
     """Each variant with its sentence."""
-    rows = [[f"`{each.name}`", each.description, "PyTorch's own" if each.by_torch else "by hand"] for each in mode.variants]
+    rows = [
+        [f"`{each.name}`", each.description, "PyTorch's own" if each.by_torch else "by hand"] for each in mode.variants
+    ]
     return ["## Variants", "", *table(["variant", "what it does", ""], rows), ""] if rows else []
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of `make fit`: the memory of dp and zero3 by hand, and a verdict that can fail. tests/compose has
+"""The arithmetic of `make fit`: the memory of dp and zero3 by hand, and a verdict that can fail. tests/compose tests
 the kill."""
 
 from pathlib import Path
@@ -23,21 +23,21 @@ def test_memory_needs_follow_the_paper() -> None:
     assert fit.zero3_need([10] * 80, 4, 0).nbytes == start > 16 * 800 / 4 + WHOLE_LAYERS * 4 * 10
 
 
-def test_activations_are_those_of_one_rank_without_weights() -> None:
+def test_activations_of_one_rank_exclude_weights() -> None:
     one, half = (fit.activations(Config.read(SMALL | {"WORLD_SIZE": size})) for size in ("1", "2"))
     assert one - 4 == 2 * (half - 4) > 0  # the loss itself is a scalar
 
 
-def test_a_run_without_a_model_has_the_memory_of_torch() -> None:
+def test_base_memory_is_that_of_torch() -> None:
     assert 50e6 < fit.base() < 2e9
 
 
-def variant(records: Ranks, name: str, apart: float = 0.0) -> Ranks:
+def variant(records: Ranks, name: str, shift: float = 0.0) -> Ranks:
     """Return the run as one of this variant, with its losses moved by `apart`."""
 
     def change(record: Record) -> Record | None:
         if isinstance(record, Losses):
-            return Losses(name, [value + apart for value in record.numbers]) if record.variant == "naive" else None
+            return Losses(name, [value + shift for value in record.numbers]) if record.variant == "naive" else None
         return record
 
     return bent(records, change)
@@ -77,6 +77,6 @@ def test_the_verdict_names_each_failed_condition(runs: dict[str, Path], names: s
 def test_impossible_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit.main(["limits"]) == 2
     assert fit.main(["judge", *[str(tmp_path / "absent")] * 3]) == 2
-    said = capsys.readouterr().err
-    assert "usage" in said
-    assert "absent is not the folder of a run" in said
+    printed = capsys.readouterr().err
+    assert "usage" in printed
+    assert "absent is not the folder of a run" in printed

@@ -1,4 +1,4 @@
-"""The calculator: published cases, the modes' own predictions, what it takes and why, and what it refuses."""
+"""`distlab plan` compared with published cases and the modes' predictions; its choices, reasons and refusals."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ from distlab.tools.plan.model import GPT2_VOCABULARY, Shape, guessed
 from distlab.tools.plan.step_time import ring_bytes, ring_s, sent, tensor_s
 
 
-def job(line: str) -> Job:
+def job_of(line: str) -> Job:
     return read_question(line.split()).job
 
 
@@ -41,17 +41,17 @@ SEVEN = "--params 7B --gpus 64 --gpu-memory 80GB"
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zeros_figure_1(stage: int, gigabytes: float) -> None:
-    """7.5 billion parameters on 64 ranks: what stands between two steps."""
-    held = memory_by_class(job("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
-    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+def test_figure_1_of_the_zero_paper(stage: int, gigabytes: float) -> None:
+    """7.5 billion parameters on 64 ranks: the memory between two steps."""
+    memory = memory_by_class(job_of("--params 7.5B --gpus 64 --gpu-memory 80GB"), Layout(1, 1, 64, stage))
+    rest = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert round(rest / 1e9, 1) == gigabytes
 
 
-def test_seven_billion_need_112_gb_which_no_rank_of_dp_has() -> None:
-    chosen = plan(job(SEVEN))
-    held = chosen.costs["dp"].memory
-    assert held["parameters"] + held["gradients"] + held["optimizer"] == mixed_precision_bytes(7e9) == 112e9
+def test_dp_of_7b_needs_112_gb_and_does_not_fit() -> None:
+    chosen = plan(job_of(SEVEN))
+    memory = chosen.costs["dp"].memory
+    assert memory["parameters"] + memory["gradients"] + memory["optimizer"] == mixed_precision_bytes(7e9) == 112e9
     assert not chosen.costs["dp"].fits
     assert chosen.pick is not None and chosen.pick.layout.stage == 1
     assert "ZeRO-1" in framework(chosen.pick.layout)[0]
@@ -64,19 +64,19 @@ def gpt(layers: int, width: int, heads: int, vocabulary: int = GPT2_VOCABULARY) 
 @pytest.mark.parametrize(
     ("params", "layers", "width", "heads"), [("175B", 96, 12288, 96), ("6.7B", 32, 4096, 32), ("13B", 40, 5120, 40)]
 )
-def test_a_guessed_shape_is_that_of_gpt3(params: str, layers: int, width: int, heads: int) -> None:
+def test_guessed_shapes_equal_gpt3(params: str, layers: int, width: int, heads: int) -> None:
     """Brown et al. 2020, table 2.1 (its 13B is 5140 wide, which its 40 heads do not divide)."""
-    assert job(f"--params {params} --gpus 8 --gpu-memory 80GB").shape == gpt(layers, width, heads)
+    assert job_of(f"--params {params} --gpus 8 --gpu-memory 80GB").shape == gpt(layers, width, heads)
 
 
 @pytest.mark.parametrize("written", ["10K", "1M", "125M", "350M", "1.3B", "70B", "1T"])
-def test_any_guessed_shape_has_about_as_many_parameters(written: str) -> None:
-    asked = job(f"--params {written} --gpus 8 --gpu-memory 80GB")
-    assert asked.shape.width % asked.shape.heads == 0
-    assert 0.5 < (asked.shape.body + asked.shape.ends) / asked.num_parameters < 2
+def test_guessed_shapes_have_about_the_requested_parameters(written: str) -> None:
+    job = job_of(f"--params {written} --gpus 8 --gpu-memory 80GB")
+    assert job.shape.width % job.shape.heads == 0
+    assert 0.5 < (job.shape.body + job.shape.ends) / job.num_parameters < 2
 
 
-def test_what_is_given_of_a_shape_stays() -> None:
+def test_guesses_keep_the_requested_sizes() -> None:
     assert guessed(7e9, layers=10).layers == 10
     assert guessed(7e9, width=4096) == gpt(35, 4096, 32)
     assert guessed(7e9, heads=7).width % 7 == 0
@@ -84,37 +84,37 @@ def test_what_is_given_of_a_shape_stays() -> None:
     assert guessed(1e6, 2, 100, 10, 77) == gpt(2, 100, 10, 77)
 
 
-def test_no_single_axis_holds_gpt3_on_128_gpus() -> None:
-    """8 x 16 is Megatron's way and fits; tensor parallelism takes ZeRO-3 beside it, pipelines do not do, and 16 GPUs hold
-    it in no way."""
-    chosen = plan(job("--params 175B --gpus 128 --gpu-memory 80GB"))
+def test_gpt3_on_128_gpus_needs_two_axes() -> None:
+    """Megatron's tp 8 x pp 16 fits. Tensor parallelism alone fits with ZeRO-3, pipelines alone do not fit, and on 16
+    GPUs nothing fits."""
+    chosen = plan(job_of("--params 175B --gpus 128 --gpu-memory 80GB"))
     assert [name for name, each in chosen.costs.items() if each.fits] == [
         "tp x zero3",
         *(f"tp x pp x {data}" for data in SHARED),
     ]
     assert chosen.pick is not None and chosen.pick.layout == Layout(2, 1, 64, 3)
-    asked = job("--params 175B --gpus 128 --gpu-memory 80GB")
-    megatron = costs.cost(asked, Layout(8, 16, 1, 0))
+    job = job_of("--params 175B --gpus 128 --gpu-memory 80GB")
+    megatron = costs.cost(job, Layout(8, 16, 1, 0))
     assert megatron.fits
     assert sum(megatron.memory[name] for name in ("parameters", "gradients", "optimizer")) == pytest.approx(
         18 * (174.38e9 / 128 + 50304 * 12288 / 8),
-        rel=1e-4,  # Megatron-LM's gradients are of float32; one end a stage
+        rel=1e-4,  # Megatron-LM's gradients are float32; each end of the model is in one stage
     )
     assert megatron.bubble == bubble(16, 4 * 128)
-    assert plan(job("--params 175B --gpus 16 --gpu-memory 80GB")).pick is None
+    assert plan(job_of("--params 175B --gpus 16 --gpu-memory 80GB")).pick is None
 
 
 SIZES = {"LAB_WIDTH": "32", "LAB_HEADS": "4", "LAB_DEPTH": "2", "LAB_SEQ": "8", "LAB_BATCH": "16", "WORLD_SIZE": "4"}
 
 
 def tiny(**changed: Any) -> tuple[Config, Job]:
-    """The lab's own gpt, and the same on paper."""
+    """The settings of the lab's own gpt, and the same model as a job of the planner."""
     config = Config.read(SIZES | {"RUN_MODE": "dp", "LAB_MICROBATCHES": "2"})
-    asked = job(
+    job = job_of(
         f"--params {outline(config).num_parameters()} --gpus 4 --gpu-memory 1GB --layers 2 --width 32 --heads 4 --seq 8"
         " --batch 2 --microbatches 2 --precision fp32 --optimizer sgd"
     )
-    return config, replace(asked, **changed)
+    return config, replace(job, **changed)
 
 
 def claim(mode: Any, config: Config, variant: str, name: str) -> float:
@@ -127,84 +127,84 @@ def claim(mode: Any, config: Config, variant: str, name: str) -> float:
 @pytest.mark.parametrize(
     ("mode", "variant", "stage"), [(dp, "flat", 0), (fsdp, "zero1", 1), (fsdp, "zero2", 2), (fsdp, "zero3", 3)]
 )
-def test_a_tiny_gpt_costs_what_its_mode_predicts(mode: Any, variant: str, stage: int) -> None:
-    """Every layer's parameters divide by four here, so that no padding stands between."""
-    config, asked = tiny()
+def test_costs_equal_the_modes_predictions(mode: Any, variant: str, stage: int) -> None:
+    """Every layer's number of parameters is a multiple of four here, so there is no padding."""
+    config, job = tiny()
     layout = Layout(1, 1, 4, stage)
-    held = memory_by_class(asked, layout)
-    assert sum(held[name] for name in ("parameters", "gradients", "optimizer")) == claim(
+    memory = memory_by_class(job, layout)
+    assert sum(memory[name] for name in ("parameters", "gradients", "optimizer")) == claim(
         mode, config, variant, "rest bytes"
     )
-    assert sent(asked, layout)["data"] == claim(mode, config, variant, "wire bytes")
+    assert sent(job, layout)["data"] == claim(mode, config, variant, "wire bytes")
     # Another size is another number: the comparison can fail.
-    assert sent(replace(asked, num_parameters=asked.num_parameters + 4), layout)["data"] != sent(asked, layout)["data"]
+    assert sent(replace(job, num_parameters=job.num_parameters + 4), layout)["data"] != sent(job, layout)["data"]
 
 
-def test_adam_counts_its_steps_beside_what_the_plan_knows() -> None:
-    config, asked = tiny(weights=Weights(4, masters=False, moment_bytes=8))
+def test_adams_step_counters_are_not_planned() -> None:
+    config, job = tiny(weights=Weights(4, masters=False, moment_bytes=8))
     adam = config.model_copy(update={"optimizer": "adamw"})
     tensors = len(list(outline(config).parameters()))
-    held = memory_by_class(asked, Layout(1, 1, 4, 0))
-    rest = sum(held[name] for name in ("parameters", "gradients", "optimizer"))
+    memory = memory_by_class(job, Layout(1, 1, 4, 0))
+    rest = sum(memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert claim(dp, adam, "flat", "rest bytes") == rest + 4 * tensors
 
 
-def test_tensor_parallelism_sends_what_its_mode_predicts_but_for_the_ends() -> None:
-    """The mode counts embedding, output layer and loss too: half a layer and three numbers a token."""
-    config, asked = tiny(sequence_parallel=False)
+def test_tensor_parallel_bytes_equal_the_modes_prediction() -> None:
+    """The mode also counts embedding, output layer and loss: half a layer and three numbers per token."""
+    config, job = tiny(sequence_parallel=False)
     mode = config.model_copy(update={"run_mode": "tp"})
     boundary = 16 * 8 * 32 * 4
     ends = tensor_parallel_bytes(4, 1, boundary) + 1.5 * 3 * 16 * 8 * 4
-    assert sent(asked, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
+    assert sent(job, Layout(4, 1, 1, 0))["tensor"] + ends == claim(tp, mode, "megatron", "wire bytes")
 
 
-def test_context_parallelism_sends_what_its_mode_predicts() -> None:
-    """Keys and values round the ranks of a sample, and one sum of the gradients over them."""
-    config, asked = tiny()
+def test_context_parallel_bytes_equal_the_modes_prediction() -> None:
+    """Keys and values travel around the ring, and the gradients are summed once over its ranks."""
+    config, job = tiny()
     mode = config.model_copy(update={"run_mode": "cp", "microbatches": 1})
-    found = sent(asked, Layout(1, 1, 1, 0, context=4))
+    found = sent(job, Layout(1, 1, 1, 0, context=4))
     assert found["data"] + found["context"] == claim(cp, mode, "zigzag", "wire bytes")
     assert found["context"] == 3 * 3 / 4 * 2 * 16 * 8 * 32 * 4 * 2  # 3(c-1)/c of K and V, of two layers
 
 
-def test_a_share_of_the_positions_is_a_share_of_what_is_kept_and_passed_on() -> None:
-    """ZeRO's shards lie over all that hold the same, whether of other samples or of other positions."""
-    asked = job(f"{SEVEN} --seq 8192")
+def test_context_parallelism_divides_activations_and_messages() -> None:
+    """ZeRO shards over all replicas, whether they have other samples or other positions."""
+    job = job_of(f"{SEVEN} --seq 8192")
     whole, cut = Layout(2, 2, 16, 3), Layout(2, 2, 4, 3, context=4)
-    assert memory_by_class(asked, whole)["activations"] == 4 * memory_by_class(asked, cut)["activations"]
-    assert {**memory_by_class(asked, whole), "activations": 0} == {
-        **memory_by_class(asked, cut),
+    assert memory_by_class(job, whole)["activations"] == 4 * memory_by_class(job, cut)["activations"]
+    assert {**memory_by_class(job, whole), "activations": 0} == {
+        **memory_by_class(job, cut),
         "activations": 0,
     }
-    per_microbatch = [sent(asked, each)["pipeline"] / microbatches(asked, each) for each in (whole, cut)]
+    per_microbatch = [sent(job, each)["pipeline"] / microbatches(job, each) for each in (whole, cut)]
     assert per_microbatch[0] == 4 * per_microbatch[1]
 
 
-def test_attention_hides_the_ring_but_for_its_last_turn() -> None:
-    asked, layout = job(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
-    all_s = ring_bytes(asked, layout) / asked.link.effective
-    over_nodes = replace(asked, gpus_per_node=4)
+def test_attention_hides_all_but_the_last_ring_turn() -> None:
+    job, layout = job_of(f"{SEVEN} --seq 131072 --latency 0us"), Layout(1, 1, 8, 0, context=8)
+    all_s = ring_bytes(job, layout) / job.link.effective
+    over_nodes = replace(job, gpus_per_node=4)
     assert ring_s(over_nodes, layout, attention=1e9) == pytest.approx(all_s / 21)
     assert ring_s(over_nodes, layout, attention=0.0) == pytest.approx(all_s)
-    again = replace(asked, recompute="full")
-    assert ring_bytes(again, layout) == pytest.approx(4 / 3 * ring_bytes(asked, layout))
+    again = replace(job, recompute="full")
+    assert ring_bytes(again, layout) == pytest.approx(4 / 3 * ring_bytes(job, layout))
 
 
-def test_recomputation_sums_again_over_a_tensor_parallel_group() -> None:
-    """Of a layer six all_reduces in place of four; selective recomputation does scores again, which no rank shares."""
-    plain, again = job(f"{SEVEN} --no-sequence-parallel"), job(f"{SEVEN} --no-sequence-parallel --recompute")
+def test_recomputation_repeats_tensor_parallel_sums() -> None:
+    """Six all_reduces per layer instead of four; selective recomputation repeats only scores, which need no message."""
+    plain, again = job_of(f"{SEVEN} --no-sequence-parallel"), job_of(f"{SEVEN} --no-sequence-parallel --recompute")
     layout = Layout(8, 1, 8, 0)
     assert sent(again, layout)["tensor"] == 1.5 * sent(plain, layout)["tensor"]
     assert tensor_s(again, layout, 0.0) == pytest.approx(1.5 * tensor_s(plain, layout, 0.0))
-    assert sent(job(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == sent(plain, layout)
+    assert sent(job_of(f"{SEVEN} --no-sequence-parallel --recompute selective"), layout) == sent(plain, layout)
 
 
-def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_assumed_peak_depends_on_the_precision(capsys: pytest.CaptureFixture[str]) -> None:
     """NVIDIA's data sheet of the A100: 312 TFLOP/s in bf16 and fp16, 156 in TF32."""
-    mixed, single, given = (
-        job(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
+    mixed, single, with_flops = (
+        job_of(f"{SEVEN} {more}") for more in ("", "--precision fp32", "--precision fp32 --flops 19.5T")
     )
-    assert (mixed.gpu.flops, single.gpu.flops, given.gpu.flops) == (312e12, 156e12, 19.5e12)
+    assert (mixed.gpu.flops, single.gpu.flops, with_flops.gpu.flops) == (312e12, 156e12, 19.5e12)
     for more, words in (
         ("", "GPU        assumed (A100: NVIDIA, data sheet"),
         ("--precision fp32", "in TF32 half of its peak, where PyTorch is allowed it): name yours with --gpu"),
@@ -216,39 +216,39 @@ def test_a_peak_is_that_of_the_precision_and_said_to_be_assumed(capsys: pytest.C
         assert words in re.sub(r"\n {11}", " ", capsys.readouterr().out)
 
 
-def test_a_slow_link_turns_the_choice_and_a_fast_one_hides() -> None:
-    fast, slow = (plan(job(f"{SEVEN} --link {rate}")) for rate in ("400Gbit", "10Gbit"))
+def test_a_slow_link_changes_the_choice() -> None:
+    fast, slow = (plan(job_of(f"{SEVEN} --link {rate}")) for rate in ("400Gbit", "10Gbit"))
     assert slow.costs["zero3"].exposed_s > 10 * fast.costs["zero3"].exposed_s
     assert slow.costs["zero3"].compute_s == fast.costs["zero3"].compute_s
     assert slow.pick is not None and slow.pick.layout.pipeline > 1
-    assert plan(job(f"{SEVEN} --link 100Tbit --latency 0us")).costs["dp"].exposed_s == 0
+    assert plan(job_of(f"{SEVEN} --link 100Tbit --latency 0us")).costs["dp"].exposed_s == 0
 
 
-def test_more_gpus_train_more_and_one_gpu_stands_alone() -> None:
-    alone = plan(job("--params 100M --gpus 1 --gpu-memory 80GB"))
+def test_a_small_model_on_one_and_eight_gpus() -> None:
+    alone = plan(job_of("--params 100M --gpus 1 --gpu-memory 80GB"))
     assert set(alone.left_out) >= {"tp x dp", "pp x dp"}
     assert alone.pick is not None and alone.pick.layout.name == "dp" and alone.pick.sent_bytes == 0
-    small = plan(job("--params 100M --gpus 8 --gpu-memory 80GB"))
+    small = plan(job_of("--params 100M --gpus 8 --gpu-memory 80GB"))
     assert small.pick is not None and "DDP" in framework(small.pick.layout)[0]
 
 
-def test_nothing_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedies_are_printed_if_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--params 70B --gpus 8 --gpu-memory 80GB --batch 4"
-    said = list(remedies(job(line)))
-    assert said[0].startswith("--gpus 16 --recompute --batch 1: then ")
+    lines = list(remedies(job_of(line)))
+    assert lines[0].startswith("--gpus 16 --recompute --batch 1: then ")
     leaner = f"{line} --recompute --batch 1"
-    assert plan(job(f"{leaner} --gpus 16")).pick is not None
-    assert plan(job(leaner)).pick is None
-    assert [words.split(" ")[0] for words in said[:3]] == ["--gpus", "--offload", "GPUs"]
-    assert all("a different training" in words for words in said[3:])
+    assert plan(job_of(f"{leaner} --gpus 16")).pick is not None
+    assert plan(job_of(leaner)).pick is None
+    assert [words.split(" ")[0] for words in lines[:3]] == ["--gpus", "--offload", "GPUs"]
+    assert all("a different training" in words for words in lines[3:])
     assert main(line.split()) == 0
     printed = capsys.readouterr().out
     assert "take       nothing:" in printed and "would fit  --gpus 16" in printed
-    # What recomputation alone mends is said first.
-    assert next(remedies(job("--params 7B --gpus 2 --gpu-memory 80GB --batch 4"))).startswith("--recompute")
+    # Recomputation comes first if it is enough.
+    assert next(remedies(job_of("--params 7B --gpus 2 --gpu-memory 80GB --batch 4"))).startswith("--recompute")
 
 
-def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = (
         "--gpus 0 --gpu-memory 80Gbit --link 100 --precison mixed --recompute some --utilisation 140% --calibrate"
         " /absent"
@@ -276,18 +276,18 @@ def test_all_faults_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None
         ("--seq", "expected one argument"),
     ],
 )
-def test_what_cannot_be_is_refused(more: str, words: str) -> None:
+def test_invalid_options_are_refused(more: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        job(f"{SEVEN} {more}")
+        job_of(f"{SEVEN} {more}")
 
 
-def test_units_mean_what_they_say() -> None:
-    asked = job(
+def test_units_of_options() -> None:
+    job = job_of(
         "--params 1.5b --gpus 8 --gpu-memory 80GiB --link 400Gbps --node-link 50GB/s --latency 2ms --utilisation 0.5"
     )
-    assert (asked.num_parameters, asked.gpu_memory_bytes) == (1.5e9, 80 * 2**30)
-    assert asked.link.bytes_per_s == asked.node_link.bytes_per_s == 50e9
-    assert (asked.link.latency_s, asked.gpu.shares.matrix) == (2e-3, 0.5)
+    assert (job.num_parameters, job.gpu_memory_bytes) == (1.5e9, 80 * 2**30)
+    assert job.link.bytes_per_s == job.node_link.bytes_per_s == 50e9
+    assert (job.link.latency_s, job.gpu.shares.matrix) == (2e-3, 0.5)
 
 
 def run_of(folder: Path, mode: str, *records: Record) -> Path:
@@ -303,22 +303,22 @@ def run_of(folder: Path, mode: str, *records: Record) -> Path:
     return folder
 
 
-def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
+def test_calibration_replaces_data_sheets(tmp_path: Path) -> None:
     table = Table(FITTED, ["variant", "rounds", LATENCY, RATE, "typically off by"], [["gloo", 2, 250.0, 0.0125, "9%"]])
     comm = run_of(tmp_path / "comm", "comm", table)
     seconds = {"forward": 0.02, "backward": 0.04}
     trained = run_of(
         tmp_path / "dp", "dp", Profile("flat", seconds), Profile("naive", {"forward": 9.0, "backward": 9.0})
     )
-    asked, told, *_ = read_question([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
-    assert asked.link == asked.node_link
-    assert (asked.link.latency_s, asked.link.bytes_per_s) == (250e-6, 12.5e6)
-    # Of a token 6 FLOP a parameter but for the embedding's, and 7·s·h a layer of attention.
+    job, sources, *_ = read_question([*SEVEN.split(), "--calibrate", str(comm), str(trained)])
+    assert job.link == job.node_link
+    assert (job.link.latency_s, job.link.bytes_per_s) == (250e-6, 12.5e6)
+    # Per token: 6 FLOP per parameter except the embedding's, and 7·s·h per layer of attention.
     body = 12 * 128**2 * 6 + 128 * (13 * 6 + 2 + 64)
     flops = 6 * (body + 256 * 128) + 7 * 64 * 128 * 6
-    assert asked.gpu.flops == pytest.approx(flops * 8 * 64 / 0.06)
-    assert (asked.gpu.shares.matrix, asked.gpu.told) == (1.0, "measured")
-    assert len(told) == 2
+    assert job.gpu.flops == pytest.approx(flops * 8 * 64 / 0.06)
+    assert (job.gpu.shares.matrix, job.gpu.told) == (1.0, "measured")
+    assert len(sources) == 2
 
 
 @pytest.mark.parametrize(
@@ -331,23 +331,23 @@ def test_runs_take_the_place_of_data_sheets(tmp_path: Path) -> None:
         ("dp", [], "it takes a finished run, of comm"),
     ],
 )
-def test_a_run_that_calibrates_nothing_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
+def test_a_run_without_usable_figures_is_refused(tmp_path: Path, mode: str, records: list[Record], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_question([*SEVEN.split(), "--calibrate", str(run_of(tmp_path / "run", mode, *records))])
 
 
-def test_it_needs_no_torch() -> None:
+def test_plan_needs_no_torch() -> None:
     program = f"import sys, distlab.cli.plan as plan; plan.main({SEVEN.split()}); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "take       zero1:" in done.stdout and "see it     RUN_MODE=fsdp LAB_VARIANT=zero1 make run" in done.stdout
 
 
-# `--see`: the layout that was taken, on at most 8 ranks, in a command that the lab takes.
+# `--see`: the picked layout, reduced to at most 8 ranks, as a command that runs it.
 
 
-def settings(told: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in shlex.split(told) if "=" in word)
+def settings(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in shlex.split(line) if "=" in word)
 
 
 @pytest.mark.parametrize(
@@ -362,17 +362,17 @@ def settings(told: str) -> dict[str, str]:
         (Layout(8, 2, 4, 1, 2), (1, 2, 2, 2)),  # four axes of two ranks would be 16
     ],
 )
-def test_no_axis_gets_lost(layout: Layout, sizes: tuple[int, ...]) -> None:
+def test_see_keeps_every_axis(layout: Layout, sizes: tuple[int, ...]) -> None:
     assert tuple(shrunk(layout).values()) == sizes
     assert math.prod(sizes) <= MOST_RANKS
 
 
-def test_every_kind_is_a_run_that_the_lab_takes() -> None:
+def test_see_prints_a_valid_run_for_every_kind() -> None:
     job, *_ = read_question([*SEVEN.split(), "--recompute"])
     for (_, tensor, pipeline, stage), context in itertools.product(KINDS, (False, True)):
-        given = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
-        config = Config.read(given)
-        assert ("cp" in given["LAB_MESH"]) == context
+        environment = settings(command(next(layouts(job, tensor, pipeline, stage, context)), job))
+        config = Config.read(environment)
+        assert ("cp" in environment["LAB_MESH"]) == context
         assert MODE.refuse(config) == []
         assert not set(config.variant) & set(MODE.cannot(config))
         assert config.recompute
@@ -380,14 +380,14 @@ def test_every_kind_is_a_run_that_the_lab_takes() -> None:
 
 
 @pytest.mark.parametrize("see", [True, False])
-def test_the_answer_ends_with_it_where_it_is_asked_for(see: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_see_adds_the_command_at_the_end(see: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVEN.split(), *(["--see"] if see else [])]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert ("RUN_MODE=mesh" in last) == see
     assert not see or settings(last)["LAB_MESH"] == "dp8"
 
 
-def test_long_samples_are_shown_on_a_mesh_that_cuts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_see_shows_long_samples_with_context_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     long = "--seq 131072 --recompute selective --node-link 900GB/s --link 100Gbit --see"
     assert main([*SEVEN.split(), *long.split()]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
@@ -397,12 +397,12 @@ def test_long_samples_are_shown_on_a_mesh_that_cuts_them(capsys: pytest.CaptureF
 @pytest.mark.parametrize("more", ["", "--tokens 1e12 --see", "--layout tp8,pp4,dp2 --zero 1"])
 def test_the_answer_is_no_wider_than_a_terminal(more: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"--model llama3-70b --gpus 64 --gpu h100 {more}".split()) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if len(line) > 80 and not line.startswith(("see it", "together"))] == []
-    assert any(line.startswith(" " * 11) for line in said)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80 and not line.startswith(("see it", "together"))] == []
+    assert any(line.startswith(" " * 11) for line in lines)
 
 
 def test_the_score_is_no_wider_than_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--score"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert max(map(len, said)) <= 80
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80

@@ -32,7 +32,7 @@ from distlab.techniques.mesh.grid import Mesh
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.costs import in_flight
 from tests.labs import TINY, failed, one_rank, run_experiment
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 from tests.warm_ranks import Ranks
 
 SUM, GATHER, SCATTER = sliced.SUM, sliced.GATHER, sliced.SCATTER

@@ -1,7 +1,7 @@
-"""A fabric in one process: the collectives' messages without gloo, so that 8 ranks cost nothing and a deadlock is seen.
+"""A network in one process: it carries the collectives' messages without gloo, so 8 ranks are cheap and deadlocks show.
 
 It is stricter than gloo. A send ends only when its receive was posted (gloo's rendezvous), and with `late=True` the
-bytes move as late as they may, when either end is waited for: whoever changes a tensor under way is found out.
+bytes are copied as late as possible, when either end waits: a tensor that changes in flight is detected.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ class Deadlock(AssertionError):
 
 
 class Transfer(GroupMessage):
-    """One tensor under way; both ends share the moment at which it moves."""
+    """One end of a tensor in flight; both ends agree on whether its bytes were copied."""
 
     def __init__(self, tensor: Tensor, is_send: bool) -> None:
         super().__init__(None, "", "")
@@ -27,7 +27,7 @@ class Transfer(GroupMessage):
         self.moved = False
 
     def move(self) -> bool:
-        """Move the bytes, once; False while the other end is not posted."""
+        """Copy the bytes once. Return False while the other end is not posted."""
         if self.other is None:
             return False
         if not self.moved:
@@ -38,7 +38,7 @@ class Transfer(GroupMessage):
 
 
 class Fabric:
-    """What lies between the ranks, and what each of them sent."""
+    """The messages between the ranks, and how many sends and bytes each rank made."""
 
     def __init__(self, world_size: int, late: bool) -> None:
         self.late = late
@@ -49,7 +49,7 @@ class Fabric:
         self.sent_bytes = [0] * world_size
 
     def run(self, steps_of: Callable[[Peers], Steps]) -> None:
-        """Drive the steps of all ranks in turn until all have ended; raises Deadlock if none can go on."""
+        """Run the steps of all ranks in turn until all have ended; raise Deadlock if no rank can continue."""
         running = {peers.rank: steps_of(peers) for peers in self.peers}
         awaited = {rank: next(steps, None) for rank, steps in running.items()}
         while any(message is not None for message in awaited.values()):
@@ -76,7 +76,7 @@ class Fabric:
 
 
 class FabricPeers(Peers):
-    """`Peers` whose messages go through a fabric; scratch memory and the ring's arithmetic are the real ones."""
+    """`Peers` that send through a fabric; the scratch memory and the ring's arithmetic are the product's own."""
 
     def __init__(self, fabric: Fabric, rank: int, world_size: int) -> None:
         self.fabric, self.rank, self.world_size = fabric, rank, world_size

@@ -1,4 +1,4 @@
-"""The algorithms on up to 8 ranks of one process: sums, bytes to the formula, number of sends, and no deadlock."""
+"""The algorithms on up to 8 ranks of one process: results, bytes compared with the formula, sends, and no deadlock."""
 
 from collections.abc import Callable
 
@@ -21,14 +21,14 @@ BYTES: dict[str, Callable[..., float]] = {
 }
 
 
-def given_to(world_size: int, length: int) -> list[Tensor]:
+def inputs_of(world_size: int, length: int) -> list[Tensor]:
     return [torch.arange(length) + 100 * rank for rank in range(world_size)]
 
 
 def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tuple[Fabric, list[Tensor], list[Tensor]]:
-    """The fabric, every rank's tensor afterwards, and every rank's output."""
+    """Run an operation and return the fabric, every rank's tensor afterwards, and every rank's output."""
     fabric, module = Fabric(world_size, late), ALGORITHMS[algorithm]
-    tensors = given_to(world_size, length)
+    tensors = inputs_of(world_size, length)
     if op == "all_gather":
         for rank, tensor in enumerate(tensors):
             kept = split(tensor, world_size)[rank].clone()
@@ -49,7 +49,7 @@ def run(algorithm: str, op: str, world_size: int, length: int, late: bool) -> tu
 )  # fmt: skip
 def test_results_and_bytes(algorithm: str, op: str, world_size: int, length: int, late: bool) -> None:
     fabric, tensors, outputs = run(algorithm, op, world_size, length, late)
-    everyone = given_to(world_size, length)
+    everyone = inputs_of(world_size, length)
     total = torch.stack(everyone).sum(0)
     if op == "all_reduce":
         assert all(torch.equal(tensor, total) for tensor in tensors)
@@ -86,11 +86,11 @@ def test_number_of_sends_of_an_all_reduce(algorithm: str, world_size: int, num_s
 def test_number_of_sends_over_plain_tcp(world_size: int, nbytes: int) -> None:
     fabric, name = Fabric(world_size, late=False), pick_over_tcp("all_reduce", nbytes, world_size)
     fabric.run(lambda peers: ALGORITHMS[name].all_reduce(peers, torch.ones(nbytes // 8, dtype=torch.int64)))
-    told = [costs.all_reduce_messages("tcp", world_size, nbytes, rank) for rank in range(world_size)]
-    assert fabric.num_sends == told
+    predicted = [costs.all_reduce_messages("tcp", world_size, nbytes, rank) for rank in range(world_size)]
+    assert fabric.num_sends == predicted
 
 
-def test_scratch_memory_is_used_again() -> None:
+def test_scratch_memory_is_reused() -> None:
     fabric = Fabric(3, late=False)
     for _ in range(4):
         fabric.run(lambda peers: ALGORITHMS["ring"].all_reduce(peers, torch.ones(30)))
@@ -108,7 +108,7 @@ def sends_before_it_receives(peers: Peers) -> Steps:
     yield from received
 
 
-def overwrites_what_is_under_way(peers: Peers) -> Steps:
+def overwrites_a_tensor_in_flight(peers: Peers) -> Steps:
     outgoing, incoming = torch.ones(1), torch.zeros(1)
     received, sent = peers.post(1, [(peers.after(-1), incoming)], [(peers.after(1), outgoing)])
     outgoing.zero_()
@@ -116,17 +116,17 @@ def overwrites_what_is_under_way(peers: Peers) -> Steps:
     assert incoming.item() == 1, "changed on the way"
 
 
-def test_the_fabric_sees_a_deadlock() -> None:
+def test_fabric_detects_a_deadlock() -> None:
     with pytest.raises(Deadlock, match=r"ranks \[0, 1, 2\] wait"):
         Fabric(3, late=False).run(sends_before_it_receives)
 
 
-def test_the_fabric_sees_a_tensor_that_is_changed_under_way() -> None:
+def test_fabric_detects_a_tensor_changed_in_flight() -> None:
     with pytest.raises(AssertionError, match="changed on the way"):
-        Fabric(2, late=True).run(overwrites_what_is_under_way)
+        Fabric(2, late=True).run(overwrites_a_tensor_in_flight)
 
 
-def test_the_fabric_sees_a_send_that_nobody_receives() -> None:
+def test_fabric_detects_a_send_without_receive() -> None:
     def steps(peers: Peers) -> Steps:
         peers.post(1, sends=[(peers.after(1), torch.ones(1))])
         return

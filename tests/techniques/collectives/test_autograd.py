@@ -1,4 +1,4 @@
-"""The primitives' backward passes against autograd on one process, and what the other backward would give."""
+"""The primitives' backward passes compared with autograd on one process; the wrong backward must be detected."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.warm_ranks import Ranks
 Call = Callable[[Tensor, dist.ProcessGroup], Tensor]
 Dense = Callable[[list[Tensor]], list[Tensor]]
 
-# Name -> (whether x is rows [N, ...], across ranks, on one process), for losses of each rank's own.
+# Name -> (whether x has a row per rank [N, ...], the call on ranks, the same in one process), with one loss per rank.
 OWN: dict[str, tuple[bool, Call, Dense]] = {
     "send": (False, lambda x, g: ours.send(x, g, g.size() - 1, 0), lambda xs: [xs[-1], *[x[:0] for x in xs[1:]]]),
     "broadcast": (False, lambda x, g: ours.broadcast(x, g, g.size() - 1), lambda xs: [xs[-1]] * len(xs)),
@@ -55,7 +55,7 @@ def own(group: dist.ProcessGroup, name: str) -> float:
     x = xs[group.rank()].detach().clone().requires_grad_()
     loss(call(x, group), group.rank()).backward()
     total = torch.stack([loss(output, rank) for rank, output in enumerate(dense(xs))]).sum()
-    return apart(x.grad, torch.autograd.grad(total, xs, allow_unused=True)[group.rank()])
+    return max_error(x.grad, torch.autograd.grad(total, xs, allow_unused=True)[group.rank()])
 
 
 def replicated(group: dist.ProcessGroup, name: str, right: bool) -> float:
@@ -63,33 +63,33 @@ def replicated(group: dist.ProcessGroup, name: str, right: bool) -> float:
     xs = [x.requires_grad_() for x in inputs(group.size(), False)]
     x = xs[group.rank()].detach().clone().requires_grad_()
     loss(call(x, group), 0).backward()
-    return apart(x.grad, torch.autograd.grad(loss(dense(xs)[0], 0), xs, allow_unused=True)[group.rank()])
+    return max_error(x.grad, torch.autograd.grad(loss(dense(xs)[0], 0), xs, allow_unused=True)[group.rank()])
 
 
-def apart(measured: Tensor | None, true: Tensor | None) -> float:
+def max_error(measured: Tensor | None, true: Tensor | None) -> float:
     assert measured is not None
     return float((measured - (torch.zeros_like(measured) if true is None else true)).abs().max())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", OWN)
-def test_each_rank_its_own_loss(ranks: Ranks, name: str, world_size: int) -> None:
+def test_gradients_of_local_losses(ranks: Ranks, name: str, world_size: int) -> None:
     assert max(ranks(world_size, own, name)) < 1e-12
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", REPLICATED)
-def test_a_replicated_loss(ranks: Ranks, name: str, world_size: int) -> None:
+def test_gradients_of_a_replicated_loss(ranks: Ranks, name: str, world_size: int) -> None:
     assert max(ranks(world_size, replicated, name, True)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
-def test_negative_control_the_other_backward_is_seen(ranks: Ranks, name: str) -> None:
+def test_negative_control_wrong_backward_is_detected(ranks: Ranks, name: str) -> None:
     assert max(ranks(2, replicated, name, False)) > 1e-2
 
 
 def megatron(group: dist.ProcessGroup) -> float:
-    """f before, g after a product that is split by columns and rows: the whole gradient on every rank."""
+    """Two products split by columns and rows, with f before and g after them; every rank gets the full gradient."""
     x0, w0 = torch.ones(2, 4, dtype=torch.float64), torch.arange(16, dtype=torch.float64).reshape(4, 4)
     x = x0.clone().requires_grad_()
     rank, width = group.rank(), 4 // group.size()
@@ -98,8 +98,8 @@ def megatron(group: dist.ProcessGroup) -> float:
     y.square().sum().backward()
     dense = x0.clone().requires_grad_()
     (torch.relu(dense @ w0) @ w0.t()).square().sum().backward()
-    return apart(x.grad, dense.grad)
+    return max_error(x.grad, dense.grad)
 
 
-def test_f_and_g_make_a_tensor_parallel_block(ranks: Ranks) -> None:
+def test_f_and_g_give_tensor_parallel_gradients(ranks: Ranks) -> None:
     assert max(ranks(2, megatron)) == 0

@@ -1,4 +1,4 @@
-"""The hand-written collectives against plain sums: any algorithm, world size, length and dtype, to the bit."""
+"""The hand-written collectives compared with plain sums, for any algorithm, world size, length and dtype."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ NAMES = [*ALGORITHMS, "backend", "auto"]
 
 
 def inputs(world_size: int, length: int, dtype: str) -> list[torch.Tensor]:
-    """What each rank contributes: every rank can compute it for all. Floats that round, so that the order shows."""
+    """The inputs of all ranks, which every rank can compute. Sums of these floats round, so their order matters."""
     draws = [torch.Generator().manual_seed(1000 * length + rank) for rank in range(world_size)]
     if dtype == "int64":
         return [torch.randint(-1000, 1000, (length,), generator=draw) for draw in draws]
@@ -32,7 +32,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def run_all(group: dist.ProcessGroup, name: str, length: int, dtype: str, in_place: bool) -> dict[str, object]:
-    """All three operations, twice; returns the bits of the results and what went wrong."""
+    """Run all three operations twice; return the bits of the results and a list of faults."""
     rank, world_size = group.rank(), group.size()
     everyone = inputs(world_size, length, dtype)
     exact = torch.stack([tensor.double() for tensor in everyone]).sum(0).to(DTYPES[dtype])
@@ -40,12 +40,12 @@ def run_all(group: dist.ProcessGroup, name: str, length: int, dtype: str, in_pla
     faults: list[str] = []
     bits = []
     for turn in range(2):
-        given_ = everyone[rank].clone()
-        summed = given_.clone() if in_place else torch.empty_like(given_)
-        collective.all_reduce(summed if in_place else given_, None if in_place else summed)
+        contribution = everyone[rank].clone()
+        summed = contribution.clone() if in_place else torch.empty_like(contribution)
+        collective.all_reduce(summed if in_place else contribution, None if in_place else summed)
         if not close(summed, exact):
             faults.append(f"all_reduce {turn}: {summed} is not {exact}")
-        if not torch.equal(given_, everyone[rank]):
+        if not torch.equal(contribution, everyone[rank]):
             faults.append("all_reduce changed its input")
         whole = everyone[rank].clone()
         chunk = split(whole, world_size)[rank] if in_place else torch.empty_like(split(whole, world_size)[rank])
@@ -67,7 +67,7 @@ def run_all(group: dist.ProcessGroup, name: str, length: int, dtype: str, in_pla
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataObject) -> None:
+def test_sums_at_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 4))
     length = data.draw(st.one_of(st.sampled_from([0, 1, 2, 3, 5]), st.integers(6, 3000)))
     dtype, in_place = data.draw(st.sampled_from(sorted(DTYPES))), data.draw(st.booleans())
@@ -79,15 +79,15 @@ def test_any_length_dtype_and_world_size(ranks: Ranks, name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_more_than_a_block(ranks: Ranks, name: str) -> None:
-    """1.5 MiB a rank: several blocks in a sum, the last one shorter."""
+def test_tensors_longer_than_a_block(ranks: Ranks, name: str) -> None:
+    """1.5 MiB per rank: a sum takes several blocks, of which the last is shorter."""
     results = ranks(3, run_all, name, 3 * 400_001 + 1, "float32", True, timeout_s=100)
     assert [result["faults"] for result in results] == [[]] * 3
     assert all(result["bits"] == results[0]["bits"] for result in results)
 
 
-def under_way(group: dist.ProcessGroup, name: str) -> bool:
-    """Three at once, waited for in the order in which they began."""
+def three_calls_in_flight(group: dist.ProcessGroup, name: str) -> bool:
+    """Start three all_reduces and wait for them in the order in which they began."""
     collective = Collective(group, name)
     tensors = [torch.full((1000 + index,), float(index + 1)) for index in range(3)]
     pending = [collective.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -98,28 +98,28 @@ def under_way(group: dist.ProcessGroup, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_several_under_way(ranks: Ranks, name: str) -> None:
-    assert ranks(4, under_way, name) == [True] * 4
+def test_several_calls_in_flight(ranks: Ranks, name: str) -> None:
+    assert ranks(4, three_calls_in_flight, name) == [True] * 4
 
 
-def counted(group: dist.ProcessGroup, name: str, length: int) -> list[tuple[str, float]]:
+def calls_of(group: dist.ProcessGroup, name: str, length: int) -> list[tuple[str, float]]:
     with Calls() as calls:
         Collective(group, name).all_reduce(torch.ones(length))
     return [(entry.op, entry.calls) for entry in calls.ops()]
 
 
 def test_number_of_calls(ranks: Ranks) -> None:
-    assert ranks(4, counted, "ring", 100) == [[("send", 6)]] * 4
-    assert ranks(4, counted, "direct", 100) == [[("send", 6)]] * 4
-    assert ranks(2, counted, "direct", 101) == [[("send", 1)]] * 2
-    assert ranks(4, counted, "tree", 100) == [[("send", 4)]] * 4
-    assert ranks(4, counted, "backend", 100) == [[("all_reduce", 1)]] * 4
-    assert ranks(4, counted, "auto", 100) == [[("send", 3)], *[[("send", 1)]] * 3]
-    assert ranks(4, counted, "direct", 0) == [[]] * 4
-    assert ranks(1, counted, "ring", 100) == [[]]
+    assert ranks(4, calls_of, "ring", 100) == [[("send", 6)]] * 4
+    assert ranks(4, calls_of, "direct", 100) == [[("send", 6)]] * 4
+    assert ranks(2, calls_of, "direct", 101) == [[("send", 1)]] * 2
+    assert ranks(4, calls_of, "tree", 100) == [[("send", 4)]] * 4
+    assert ranks(4, calls_of, "backend", 100) == [[("all_reduce", 1)]] * 4
+    assert ranks(4, calls_of, "auto", 100) == [[("send", 3)], *[[("send", 1)]] * 3]
+    assert ranks(4, calls_of, "direct", 0) == [[]] * 4
+    assert ranks(1, calls_of, "ring", 100) == [[]]
 
 
-def refused(group: dist.ProcessGroup) -> list[str]:
+def errors_of_wrong_calls(group: dist.ProcessGroup) -> list[str]:
     collective, sentences = Collective(group), []
     whole = torch.zeros(9)
     wrong: list[Callable[[], object]] = [
@@ -136,8 +136,8 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return sentences
 
 
-def test_wrong_calls_say_what_is_allowed(ranks: Ranks) -> None:
-    first, second, third, fourth = ranks(2, refused)[0]
+def test_errors_name_the_allowed_arguments(ranks: Ranks) -> None:
+    first, second, third, fourth = ranks(2, errors_of_wrong_calls)[0]
     assert "output has 6 elements" in first
     assert "of 9 elements of torch.float32 has 5" in first
     assert "torch.float64" in second
@@ -146,7 +146,7 @@ def test_wrong_calls_say_what_is_allowed(ranks: Ranks) -> None:
 
 
 class Forgetful:
-    """An algorithm that never adds: each rank keeps what it had."""
+    """An algorithm that never adds: each rank keeps its input."""
 
     @staticmethod
     def all_reduce(*_: object) -> Steps:
@@ -161,7 +161,7 @@ def run_forgetful(group: dist.ProcessGroup) -> dict[str, object]:
         return run_all(group, "ring", 12, "float32", True)
 
 
-def test_negative_control_a_wrong_sum_is_seen(ranks: Ranks) -> None:
+def test_negative_control_wrong_sum_is_detected(ranks: Ranks) -> None:
     for result in ranks(2, run_forgetful):
         assert {str(fault).split()[0] for fault in result["faults"]} == {"all_reduce", "reduce_scatter", "all_gather"}
 
@@ -178,13 +178,13 @@ def test_a_rank_that_leaves_fails_the_others(ranks: Ranks) -> None:
 
 
 class Broken(dist.Work):
-    """A message that never comes."""
+    """A message that never arrives."""
 
     def wait(self, timeout: object = None) -> bool:  # noqa: ARG002 - the signature is torch's
         raise RuntimeError("Timed out waiting 40000ms")
 
 
-def test_a_message_that_fails_names_its_peer() -> None:
+def test_a_failed_message_names_its_peer() -> None:
     with pytest.raises(RuntimeError, match="receive from rank 2 failed: Timed out"):
         GroupMessage(Broken(), "receive from", "rank 2").wait()
 
@@ -201,7 +201,7 @@ def test_a_message_that_fails_names_its_peer() -> None:
         ("all_gather", 2, {4 << 20: "backend", 16 << 20: "direct"}),
     ],
 )
-def test_pick(op: str, world_size: int, picks: dict[int, str]) -> None:
+def test_algorithm_picked_by_size(op: str, world_size: int, picks: dict[int, str]) -> None:
     assert {nbytes: pick(op, nbytes, world_size) for nbytes in picks} == picks
 
 
@@ -210,7 +210,7 @@ def rows_of(rank: int, num_rows: int) -> torch.Tensor:
 
 
 def scatter_and_gather_rows(group: dist.ProcessGroup, name: str, num_rows: int) -> list[bool]:
-    """A tensor of rows is cut between rows: chunk r is the r-th of torch's tensor_split, however uneven."""
+    """Check that a tensor is cut between rows: chunk r equals part r of torch's tensor_split, also at uneven sizes."""
     collective, rank, world_size = Collective(group, name), group.rank(), group.size()
     total = sum(rows_of(other, num_rows) for other in range(world_size))
     assert isinstance(total, torch.Tensor)
@@ -223,18 +223,18 @@ def scatter_and_gather_rows(group: dist.ProcessGroup, name: str, num_rows: int) 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_rows", [2, 5, 6])
-def test_rows_stay_whole(ranks: Ranks, name: str, num_rows: int) -> None:
+def test_chunks_contain_whole_rows(ranks: Ranks, name: str, num_rows: int) -> None:
     assert ranks(3, scatter_and_gather_rows, name, num_rows) == [[True, True]] * 3
 
 
 Call = tuple[str, float, float]
 
 
-def both(group: dist.ProcessGroup, num_rows: int) -> tuple[list[bool], list[Call]]:
-    """Whether both give the same, in a place of its own and in the chunk itself; and what the exchange called."""
+def compare_with_direct(group: dist.ProcessGroup, num_rows: int) -> tuple[list[bool], list[Call]]:
+    """Whether both sums are equal, into a new tensor and into the chunk itself; and the calls of the all_to_all."""
     generator = torch.Generator().manual_seed(group.rank())
     rows = torch.randn(num_rows, 7, generator=generator)
-    alike = []
+    equal = []
     for inside in (False, True):
         outputs = []
         for algorithm in (direct, by_hand):
@@ -244,13 +244,13 @@ def both(group: dist.ProcessGroup, num_rows: int) -> tuple[list[bool], list[Call
             with Calls() as calls:
                 Collective(group, "it", {"it": algorithm}).reduce_scatter(output, whole)
             outputs.append(output.clone())
-        alike.append(torch.equal(*outputs))
-    return alike, [(entry.op, entry.calls, entry.called_bytes) for entry in calls.ops()]
+        equal.append(torch.equal(*outputs))
+    return equal, [(entry.op, entry.calls, entry.called_bytes) for entry in calls.ops()]
 
 
 @pytest.mark.parametrize(("world_size", "num_rows"), [(2, 6), (2, 5), (3, 7), (3, 2), (4, 9)])
-def test_it_is_directs_sum_to_the_bit(ranks: Ranks, world_size: int, num_rows: int) -> None:
+def test_all_to_all_sum_equals_direct_bitwise(ranks: Ranks, world_size: int, num_rows: int) -> None:
     sizes = [len(chunk) for chunk in torch.arange(num_rows).tensor_split(world_size)]
-    for rank, (alike, called) in enumerate(ranks(world_size, both, num_rows)):
-        assert alike == [True, True]
+    for rank, (equal, called) in enumerate(ranks(world_size, compare_with_direct, num_rows)):
+        assert equal == [True, True]
         assert called == [("all_to_all", 1, pytest.approx(28 * (num_rows - sizes[rank])))]

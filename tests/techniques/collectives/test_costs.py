@@ -1,4 +1,4 @@
-"""The formulas against the collectives themselves, to the byte; messages by what the sockets sent; a step by hand."""
+"""The formulas compared with counted bytes, messages and socket traffic, and with figures of papers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +66,7 @@ def sent_by_hand(group: dist.ProcessGroup, lengths: list[int]) -> dict[tuple[str
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_bytes_are_those_of_the_collectives(ranks: Ranks, world_size: int) -> None:
+def test_formulas_equal_counted_bytes(ranks: Ranks, world_size: int) -> None:
     for rank, found in enumerate(ranks(world_size, sent_by_hand, [1, 7, 12, 1023])):
         for (algorithm, operation, length), sent in found.items():
             predicted = FORMULAS[operation](algorithm, world_size, 4 * length, rank)
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_collectives(ranks: Ranks, world_size: int) -> No
 
 
 @given(st.integers(1, 8), st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8]))
-def test_what_all_ranks_send_together(world_size: int, numel: int, itemsize: int) -> None:
+def test_total_bytes_of_all_ranks(world_size: int, numel: int, itemsize: int) -> None:
     nbytes = numel * itemsize
     chunks = chunk_bytes(world_size, nbytes, itemsize)
     assert sum(chunks) == nbytes
@@ -97,7 +97,7 @@ def test_published_figures() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4096, TCP_STAR_BYTES, TCP_STAR_BYTES + 4, 4 << 20])
-def test_plain_tcp_sends_the_least_in_the_mean_of_ranks(nbytes: int) -> None:
+def test_plain_tcp_sends_minimal_bytes_on_average(nbytes: int) -> None:
     sent = [all_reduce_bytes("tcp", 3, nbytes, rank) for rank in range(3)]
     assert sum(sent) == pytest.approx(4 * nbytes)
     assert (max(sent) > 1.4 * min(sent)) == (nbytes <= TCP_STAR_BYTES)
@@ -112,7 +112,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert algorithmic_factor("all_reduce", 1) == 0
 
 
-def test_factors_are_those_of_nccl_tests() -> None:
+def test_busbw_factors_equal_nccl_tests() -> None:
     assert busbw_factor("all_reduce", 4) == 1.5
     assert busbw_factor("all_gather", 4) == busbw_factor("reduce_scatter", 4) == busbw_factor("all_to_all", 4) == 0.75
     assert busbw_factor("broadcast", 4) == busbw_factor("reduce", 4) == busbw_factor("send", 4) == 1
@@ -132,7 +132,7 @@ def test_time_has_a_latency_and_a_bandwidth_part() -> None:
 NAMES = ("gloo", "ring", "direct", "tree", "server")
 
 
-def beside_the_tensors(group: dist.ProcessGroup, length: int) -> dict[tuple[str, str], float]:
+def framing_bytes(group: dist.ProcessGroup, length: int) -> dict[tuple[str, str], float]:
     """{(operation, algorithm): wire bytes of a call on `length` floats, less the formula's}"""
     size, rank, found = group.size(), group.rank(), {}
     whole, chunk = torch.ones(length), torch.ones(length // size)
@@ -159,51 +159,51 @@ def beside_the_tensors(group: dist.ProcessGroup, length: int) -> dict[tuple[str,
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_gloo_adds_144_bytes_to_each_message(ranks: Ranks, world_size: int) -> None:
     length = 64 * 2 * world_size
-    for rank, found in enumerate(ranks(world_size, beside_the_tensors, length)):
+    for rank, found in enumerate(ranks(world_size, framing_bytes, length)):
         for (op, name), added in found.items():
             counted = (
                 all_reduce_messages(name, world_size, 4 * length, rank)
                 if op == "all_reduce"
                 else half_messages(name, op, world_size, 4 * length, rank)
             )
-            # Who receives more than it sends, or sends more, adds less: both ends frame a message.
+            # A rank with different numbers of sends and receives adds less, because both ends frame a message.
             assert added <= FRAMES_BYTES * counted, (op, name, rank)
             exact = name != "tree" and (op, name) != ("all_gather", "server")
             assert added == FRAMES_BYTES * counted or not exact, (op, name, rank)
 
 
-def test_a_long_all_reduce_of_gloo_is_cut_into_more_messages() -> None:
+def test_gloo_splits_a_long_all_reduce() -> None:
     assert gloo_all_reduce_messages(4, 1) == gloo_all_reduce_messages(4, 8 << 20) == 12
-    assert gloo_all_reduce_messages(2, 8 << 20) == 8  # measured: 1152 B beside the tensor
+    assert gloo_all_reduce_messages(2, 8 << 20) == 8  # measured: 1152 B more than the tensor
     assert gloo_all_reduce_messages(3, 12 << 20) == 16
     assert gloo_all_reduce_messages(1, 12 << 20) == 0
 
 
-def test_an_empty_chunk_is_no_message() -> None:
+def test_empty_chunks_send_no_message() -> None:
     assert half_messages("ring", "all_gather", 5, 4 * 2) == 2
     assert all_reduce_messages("direct", 2, 4) == 1
 
 
-def test_the_tolerance_is_below_one_message_of_a_kilobyte() -> None:
+def test_tolerance_is_below_a_one_kilobyte_message() -> None:
     assert wire_tolerance(1e6, 2) == 1e4 + 320
     assert wire_tolerance(1024, 1) < 1024
 
 
-def test_a_prediction_without_messages_counts_each_call_as_a_short_all_reduce() -> None:
+def test_messages_default_to_a_short_all_reduce_per_call() -> None:
     assert Prediction("flat", "wire bytes", "B", "", (0.0,) * 3, 2).messages_of(1) == 2 * gloo_all_reduce_messages(3, 1)
     assert Prediction("flat", "wire bytes", "B", "", (0.0,) * 3, 2, messages=(5, 6, 7)).messages_of(1) == 6
 
 
-def test_gpt3_took_as_many_operations_as_its_paper_says() -> None:
-    """Brown et al. 2020, table D.1: 3.14e23 for 174.6 billion parameters and 300 billion tokens, at 6 a parameter and
-    token."""
+def test_training_flops_equal_the_gpt3_paper() -> None:
+    """Brown et al. 2020, table D.1: 3.14e23 FLOP for 174.6 billion parameters and 300 billion tokens, which is 6 FLOP
+    per parameter and token."""
     assert training_flops(174.6e9, 300e9) == pytest.approx(3.14e23, rel=1e-3)
     # Narayanan et al. 2021, section 5.1: recomputed, at 140 TFLOP/s on each of 1024 GPUs, 34 days.
     assert round(training_flops(175e9, 300e9, "full") / (1024 * 140e12) / 86400) == 34
     assert training_flops(1, 1, "full") / training_flops(1, 1, "selective") == 8 / 6
 
 
-def test_attention_is_half_of_what_it_is_without_a_mask() -> None:
+def test_causal_attention_takes_half_the_flops() -> None:
     """Narayanan et al. 2021, appendix: 96·B·s·L·h²(1 + s/6h + V/16Lh) with recomputation, of which s/6h is
     attention's."""
     layers, width, seq = 96, 12288, 2048
@@ -212,11 +212,11 @@ def test_attention_is_half_of_what_it_is_without_a_mask() -> None:
     assert attention_flops(1, 1, 1, 1) == 6
 
 
-def test_a_message_is_what_the_collectives_say() -> None:
+def test_message_time_agrees_with_all_reduce_time() -> None:
     ours = message_seconds(all_reduce_rounds("ring", 4), all_reduce_bytes("ring", 4, 4096), 1e-5, 1e9)
     assert ours == pytest.approx(all_reduce_seconds("ring", 4, 4096, 1e-5, 1e9), rel=1e-12)
 
 
-def test_what_is_hidden_costs_nothing() -> None:
+def test_hidden_communication_costs_no_time() -> None:
     assert exposed_seconds(3.0, 2.0) == 1.0
     assert exposed_seconds(2.0, 3.0) == 0.0

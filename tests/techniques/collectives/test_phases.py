@@ -1,4 +1,4 @@
-"""Marks: what ran inside a recorded block, nested and in the order of ends, and nothing of what ran outside."""
+"""A recorded block contains the phases that ran inside it, nested and in the order in which they ended."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from distlab.techniques.collectives.phases import listening, phase, recorded, sl
 pytestmark = pytest.mark.timeout(30)
 
 
-def test_phases_inside_are_recorded_and_others_are_not() -> None:
+def test_only_phases_inside_the_block_are_recorded() -> None:
     with phase("forward", "0"):
         pass
     with recorded() as spans, phase("forward", "1"), phase("all_reduce"):
@@ -23,7 +23,7 @@ def test_phases_inside_are_recorded_and_others_are_not() -> None:
     assert outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
 
 
-def test_a_phase_that_raises_ends_all_the_same() -> None:
+def test_a_phase_that_raises_is_recorded() -> None:
     with recorded() as spans:
         with pytest.raises(ValueError, match="inside"), phase("forward"):
             raise ValueError("inside")
@@ -32,7 +32,7 @@ def test_a_phase_that_raises_ends_all_the_same() -> None:
     assert [span.kind for span in spans] == ["forward", "backward"]
 
 
-def test_an_inner_block_hides_the_outer_and_gives_it_back() -> None:
+def test_an_inner_block_records_its_phases_alone() -> None:
     with recorded() as outer:
         with recorded() as inner, phase("send"):
             pass
@@ -42,7 +42,7 @@ def test_an_inner_block_hides_the_outer_and_gives_it_back() -> None:
     assert [span.kind for span in outer] == ["receive"]
 
 
-def test_another_thread_is_another_record() -> None:
+def test_phases_of_other_threads_are_not_recorded() -> None:
     def elsewhere() -> None:
         with phase("forward"):
             pass
@@ -54,9 +54,9 @@ def test_another_thread_is_another_record() -> None:
     assert spans == []
 
 
-def test_a_backward_pass_on_another_thread_belongs_to_who_called_it() -> None:
-    """On CUDA autograd has a thread for each device, with a context of its own."""
-    told: list[str] = []
+def test_backward_on_another_thread_counts_for_its_caller() -> None:
+    """On CUDA, autograd runs one thread per device, and each has its own context."""
+    events: list[str] = []
     number = torch.ones((), requires_grad=True)
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -64,18 +64,18 @@ def test_a_backward_pass_on_another_thread_belongs_to_who_called_it() -> None:
             return gradient
 
     number.register_hook(summed)
-    with recorded() as spans, listening(lambda what, kind, label: told.append(f"{what} {kind} {label}")):
+    with recorded() as spans, listening(lambda what, kind, label: events.append(f"{what} {kind} {label}")):
         engine = threading.Thread(target=(number * 2).backward)
         engine.start()
         engine.join()
     assert [(span.kind, span.label) for span in spans] == [("all_reduce", "3")]
-    assert told == ["begin all_reduce 3", "end all_reduce 3"]
+    assert events == ["begin all_reduce 3", "end all_reduce 3"]
     (number * 2).backward()
     assert len(spans) == 1  # the block has ended
 
 
 class Device:
-    """A device whose kernels run one after the other, each for 10 s, and its events."""
+    """A simulated GPU: kernels run one after the other, each for 10 s, and events record their times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done_s = 0.0
@@ -98,7 +98,7 @@ class Device:
         self.done_s = max(self.done_s, time.perf_counter()) + 10
 
 
-def test_on_a_gpu_a_phase_lasts_as_long_as_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_phases_last_as_long_as_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     with recorded(torch.device("cuda", 0)) as spans:
         with phase("forward", "0"):
@@ -115,8 +115,7 @@ def test_on_a_gpu_a_phase_lasts_as_long_as_its_kernels(monkeypatch: pytest.Monke
 
 
 def sleeps_of(monkeypatch: pytest.MonkeyPatch, share: float, kinds: list[str]) -> list[float]:
-    """What is slept for phases of these kinds, each of which takes 3 s of the thread's CPU time and 10 s of the
-    clock's."""
+    """The seconds slept after phases of these kinds. Each takes 3 s of CPU time and 10 s of wall-clock time."""
     slept: list[float] = []
     cpu, wall = iter(range(0, 300, 3)), iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(cpu)))
@@ -131,14 +130,14 @@ def sleeps_of(monkeypatch: pytest.MonkeyPatch, share: float, kinds: list[str]) -
     return slept
 
 
-def test_a_slowed_rank_sleeps_in_proportion_to_the_compute_that_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slowed_rank_sleeps_in_proportion_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["forward", "backward", "all_reduce", "optimizer", "wait"]
     assert sleeps_of(monkeypatch, 0.5, kinds) == [3.0, 3.0]
     assert sleeps_of(monkeypatch, 0.25, ["backward"]) == [9.0]
     assert sleeps_of(monkeypatch, 1.0, kinds) == []
 
 
-def test_what_is_slept_belongs_to_the_phase_and_a_failed_one_sleeps_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_is_part_of_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     at = [0.0]
 
     def sleep(seconds: float) -> None:

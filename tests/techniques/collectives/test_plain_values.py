@@ -1,4 +1,4 @@
-"""Plain values come back as they were, and what is none is refused."""
+"""Plain values survive encoding and decoding; other types and invalid bytes are refused."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Record:
     name: str
-    held: Any
+    value: Any
 
 
 CLASSES = (Pair, Record)
@@ -47,33 +47,33 @@ values = st.recursive(
 
 
 @given(values)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+def test_values_round_trip(value: Any) -> None:
     found = from_bytes(to_bytes(value, CLASSES), CLASSES)
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
-def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_round_trip(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 3).to(dtype)
     found, size, kind, seen = from_bytes(to_bytes((tensor, tensor.shape, dtype, {1, 2})))
     assert torch.equal(found, tensor) and found.dtype == dtype and found.shape == tensor.shape
     assert (size, kind, seen) == (tensor.shape, dtype, {1, 2}) and type(size) is torch.Size
 
 
-def test_what_is_of_no_plain_kind_is_not_sent() -> None:
+def test_other_types_are_not_sent() -> None:
     with pytest.raises(TypeError, match="a Pair cannot be sent as a plain value"):
         to_bytes(Pair(1))
     with pytest.raises(TypeError, match="a function cannot be sent as a plain value"):
         to_bytes([from_bytes])
 
 
-class Runs:
+class Attack:
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("a pickle was read",)
 
 
-def said(plain: Any, memory: bytes = b"") -> bytes:
+def encoded(plain: Any, memory: bytes = b"") -> bytes:
     text = json.dumps(plain).encode()
     return HEAD.pack(len(text)) + text + memory
 
@@ -81,19 +81,19 @@ def said(plain: Any, memory: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"[" * 9000, pickle.dumps(Runs()), said({"record": ["Path", ["/"]]}), said({"dtype": "device"}),
-        said({"tensor": ["torch.float64", [10**9]]}), said({"tensor": ["torch.float64", [-1, -1]]}, bytes(8)),
-        said({"tensor": ["torch.float64", [10**30]]}), said({"a": 1, "b": 2}), said({"dict": [[[], 1]]}), said(1, b"x"),
-        HEAD.pack(2**63) + b"1", HEAD.pack(200_000) + b"[" * 200_000,
+        b"", b"[" * 9000, pickle.dumps(Attack()), encoded({"record": ["Path", ["/"]]}), encoded({"dtype": "device"}),
+        encoded({"tensor": ["torch.float64", [10**9]]}), encoded({"tensor": ["torch.float64", [-1, -1]]}, bytes(8)),
+        encoded({"tensor": ["torch.float64", [10**30]]}), encoded({"a": 1, "b": 2}), encoded({"dict": [[[], 1]]}),
+        encoded(1, b"x"), HEAD.pack(2**63) + b"1", HEAD.pack(200_000) + b"[" * 200_000,
     ],
     ids=range(13),
 )  # fmt: skip
-def test_what_is_no_value_is_refused(data: bytes) -> None:
+def test_invalid_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="a rank's value"):
         from_bytes(data, CLASSES)
 
 
-@given(st.binary(max_size=200) | plain.map(said))
+@given(st.binary(max_size=200) | plain.map(encoded))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
         from_bytes(data, CLASSES)
@@ -101,7 +101,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         return
 
 
-def test_every_rank_has_what_all_have(ranks: Ranks) -> None:
+def test_all_gather_returns_every_ranks_value(ranks: Ranks) -> None:
     assert ranks(3, gathered) == [[(0, [0.0] * 0), (1, [0.0]), (2, [0.0, 0.0])]] * 3
 
 

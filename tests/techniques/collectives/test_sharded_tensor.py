@@ -1,4 +1,4 @@
-"""Runs of a flat vector said as boxes of the dense tensor, and dense tensors from the boxes that ranks hold."""
+"""Runs of a flat vector as boxes of the dense tensor, and dense tensors assembled from the boxes of all ranks."""
 
 import math
 
@@ -15,8 +15,8 @@ from distlab.techniques.tensor_parallel.layers import Slice
 from tests.warm_ranks import Ranks
 
 
-def painted(piece: LocalShard) -> torch.Tensor:
-    """The dense tensor with the boxes drawn into it, and -1 elsewhere; no element may be drawn twice."""
+def drawn(piece: LocalShard) -> torch.Tensor:
+    """The dense tensor with the values of the boxes, and -1 elsewhere; boxes must not overlap."""
     dense = torch.full(piece.shape, -1.0)
     for offset, box in piece.boxes:
         place = dense
@@ -28,7 +28,7 @@ def painted(piece: LocalShard) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 5), max_size=3), st.data())
-def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_the_flat_run(shape: list[int], data: st.DataObject) -> None:
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     end = data.draw(st.integers(start, numel))
@@ -36,11 +36,11 @@ def test_the_boxes_of_a_run_are_the_run(shape: list[int], data: st.DataObject) -
     piece = flat_piece(dense[start:end], start, torch.Size(shape))
     wanted = torch.full((numel,), -1.0)
     wanted[start:end] = dense[start:end]
-    assert torch.equal(painted(piece).flatten(), wanted)
+    assert torch.equal(drawn(piece).flatten(), wanted)
     assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_boxes_are_views_of_what_is_trained_on() -> None:
+def test_boxes_are_views_of_the_weights() -> None:
     run = torch.arange(7.0)
     piece = flat_piece(run, 2, torch.Size([3, 4]))
     assert [offset for offset, _ in piece.boxes] == [(0, 2), (1, 0), (2, 0)]
@@ -50,16 +50,16 @@ def test_the_boxes_are_views_of_what_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize(("rank", "offset"), [(0, (0, 0)), (1, (0, 3)), (2, (0, 5))])
-def test_a_cut_says_where_its_part_stands(rank: int, offset: tuple[int, int]) -> None:
+def test_a_slice_knows_its_offset(rank: int, offset: tuple[int, int]) -> None:
     cut, dense = Slice(1, (3, 2, 2)), torch.arange(21.0).view(3, 7)
     piece = cut.place(cut.piece(dense, rank), rank)
     assert piece.shape == dense.shape
     assert piece.boxes[0][0] == offset
-    drawn = painted(piece)
-    assert torch.equal(drawn[drawn >= 0], dense[drawn >= 0])
+    drawn_slice = drawn(piece)
+    assert torch.equal(drawn_slice[drawn_slice >= 0], dense[drawn_slice >= 0])
 
 
-def test_a_rank_without_a_part_has_no_box() -> None:
+def test_an_empty_part_has_no_boxes() -> None:
     assert Slice(0, (1, 0)).place(torch.empty(0, 4), 1) == LocalShard(torch.Size([1, 4]), [])
     assert flat_piece(torch.empty(0), 3, torch.Size([5])).boxes == []
 
@@ -68,8 +68,7 @@ DENSE = torch.arange(15.0, dtype=torch.float64).view(5, 3)
 
 
 def gathered(group: dist.ProcessGroup, fault: str = "") -> dict[str, Tensor]:
-    """A matrix whose columns are sliced 2 and 1, of which rank 1 holds its slice in a flat run, and a number of rank
-    0's."""
+    """A matrix with columns sliced 2 and 1, where rank 1 stores its slice as a flat run; and a number on rank 0."""
     rank, cut = group.rank(), Slice(1, (2, 1))
     part = cut.piece(DENSE, rank)
     if rank:
@@ -83,7 +82,7 @@ def gathered(group: dist.ProcessGroup, fault: str = "") -> dict[str, Tensor]:
     return dict(assembled(pieces, Peers(group)))
 
 
-def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> None:
+def test_rank_0_assembles_the_dense_tensors(ranks: Ranks) -> None:
     first, second = ranks(2, gathered)
     assert torch.equal(first["matrix"], DENSE)
     assert first["number"].item() == 7
@@ -92,19 +91,19 @@ def test_boxes_of_all_ranks_make_the_dense_tensors_on_rank_0(ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("missing", "matrix has 15 elements, but all ranks together have 14"),
         ("twice", "number has 1 elements, .* have 2"),
     ],
 )
-def test_what_is_not_there_once_is_said(ranks: Ranks, fault: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
+def test_missing_and_duplicate_elements_are_reported(ranks: Ranks, fault: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         ranks(2, gathered, fault)
 
 
-def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
-    """Half of a vector of bfloat16 on each rank, in which one number of float64 would be another."""
+def sum_of_two_types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
+    """Half of a bfloat16 vector on each rank, and one float64 number that bfloat16 would round."""
     half = torch.tensor([group.rank() + 0.5, 3.0, -1.0], dtype=torch.bfloat16)
     pieces = [("halves", LocalShard(torch.Size([6]), [((3 * group.rank(),), half)]))]
     if group.rank():
@@ -112,12 +111,12 @@ def types(group: dist.ProcessGroup) -> list[tuple[torch.dtype, list[float]]]:
     return [(each.dtype, each.flatten().tolist()) for each in dict(assembled(pieces, Peers(group))).values()]
 
 
-def test_each_tensor_keeps_its_type(ranks: Ranks) -> None:
-    first, _ = ranks(2, types)
+def test_each_tensor_keeps_its_dtype(ranks: Ranks) -> None:
+    first, _ = ranks(2, sum_of_two_types)
     assert first == [(torch.bfloat16, [0.5, 3.0, -1.0, 1.5, 3.0, -1.0]), (torch.float64, [1 / 3])]
 
 
-def test_a_piece_of_a_slice_stands_where_the_slice_does() -> None:
+def test_a_piece_is_offset_by_its_slice() -> None:
     part = Slice(0, (2, 3)).placed(LocalShard(torch.Size([3, 3]), [((1, 0), DENSE[3:4])]), 1)
     assert part.shape == (5, 3)
     assert part.boxes[0][0] == (3, 0)

@@ -1,5 +1,5 @@
-"""Every compressor: sums that all ranks share, nothing lost, as many bytes as its formula, at sizes and numbers that
-are odd."""
+"""Every compressor: ranks get equal sums, the residual keeps the rest, and bytes equal the formula, at extreme sizes
+and values."""
 
 import itertools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ ADDED_IN = {"fp16": 2.0**-11}
 
 
 def trial(group: dist.ProcessGroup, steps: int) -> list[tuple[Any, ...]]:
-    """For every method, bucket and kind of numbers: what is off, whether all is finite, and the last sum."""
+    """For every method, bucket and kind of numbers: the relative error, whether all is finite, and the last sum."""
     found = []
     for method, make in MAKE.items():
         for shapes in BUCKETS:
@@ -77,13 +77,13 @@ def summed(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_nothing_is_lost_and_all_ranks_hold_the_same(ranks: Ranks, world_size: int) -> None:
+def test_no_gradient_is_lost_and_ranks_agree(ranks: Ranks, world_size: int) -> None:
     every_rank = ranks(world_size, trial, 3)
     for of_ranks in zip(*every_rank, strict=True):
         method, numel, kind, lost, finite, bucket = of_ranks[0]
         label = (method, numel, kind)
         assert finite, label
-        # What is added in 16 bits is rounded there, on every hop; a huge number waits in fp16's residual.
+        # Sums in 16 bits are rounded on every hop; a number too large for fp16 stays in the residual.
         assert lost <= EXACT + 4 * world_size * ADDED_IN.get(method, 0.0), label
         assert all(torch.equal(bucket, other[-1]) for other in of_ranks), label
         if kind == "zero":
@@ -91,7 +91,7 @@ def test_nothing_is_lost_and_all_ranks_hold_the_same(ranks: Ranks, world_size: i
 
 
 def without_feedback(group: dist.ProcessGroup) -> dict[str, tuple[int, float, float, bool]]:
-    """Of each method: calls, called bytes, bytes by the formula, whether it kept nothing; float64 as in the proof."""
+    """For each method: calls, sent bytes, the formula's bytes, whether there is no residual; float64 as in proofs."""
     found, shapes = {}, BUCKETS[-1]
     for method, make in MAKE.items():
         compressor = make(group, shapes, False)
@@ -104,15 +104,15 @@ def without_feedback(group: dist.ProcessGroup) -> dict[str, tuple[int, float, fl
     return found
 
 
-def test_it_calls_with_as_many_bytes_as_its_formula_and_keeps_nothing_without_feedback(ranks: Ranks) -> None:
+def test_sent_bytes_equal_the_formula_without_feedback(ranks: Ranks) -> None:
     for found in ranks(3, without_feedback):
-        for method, (_, called, formula, forgot) in found.items():
+        for method, (_, called, formula, without_residual) in found.items():
             assert called == pytest.approx(formula, rel=1e-12), method
-            assert forgot, method
+            assert without_residual, method
 
 
 def low_rank_sums(group: dist.ProcessGroup) -> list[tuple[int, float]]:
-    """Rank of the sum of random matrices, and how far a sum of rank RANK comes out wrong."""
+    """The rank of a compressed sum and its error, for random matrices and for matrices of rank RANK."""
     found = []
     for shared in (False, True):
         compressor = LowRank(group, [Size([9, 12])], RANK, 5, feedback=False)
@@ -127,26 +127,26 @@ def low_rank_sums(group: dist.ProcessGroup) -> list[tuple[int, float]]:
     return found
 
 
-def test_powersgd_over_four_ranks_has_its_rank_and_says_a_sum_of_that_rank_whole(ranks: Ranks) -> None:
+def test_powersgd_is_exact_for_matrices_of_its_rank(ranks: Ranks) -> None:
     for (rank, off), (_, exact) in ranks(4, low_rank_sums):
         assert rank == RANK
         assert off > 0.1
         assert exact < 1e-12
 
 
-def test_orthonormal_columns_even_where_there_are_none() -> None:
+def test_orthonormal_columns_of_degenerate_matrices() -> None:
     for columns in (torch.zeros(5, 3), torch.ones(5, 3), torch.randn(5, 3), torch.randn(3, 3).bfloat16()):
         basis = orthonormal(columns)
         assert basis.dtype == columns.dtype
         tolerance = 1e-6 if basis.dtype == torch.float32 else 0.05
         assert (basis.T @ basis - torch.eye(3)).abs().max() < tolerance
-    flat = torch.randn(6, 2) @ torch.randn(2, 3)  # of rank 2: the basis holds it whatever its third column is
+    flat = torch.randn(6, 2) @ torch.randn(2, 3)  # of rank 2: the basis spans it, whatever its third column is
     basis = orthonormal(flat)
     assert torch.allclose(basis @ (basis.T @ flat), flat, atol=1e-5)
 
 
 @pytest.mark.parametrize("numel", [1, 9, 1000, 200_000])
-def test_the_largest_are_exactly_those_that_a_stable_sort_puts_first(numel: int) -> None:
+def test_largest_equals_a_stable_sort(numel: int) -> None:
     torch.manual_seed(numel)
     cases = {
         "normal": torch.randn(numel),
@@ -164,7 +164,7 @@ def test_the_largest_are_exactly_those_that_a_stable_sort_puts_first(numel: int)
             assert torch.equal(largest(values, k).sort().values, wanted.sort().values), (name, k)
 
 
-def test_drawn_places_are_different_ones_alike_by_seed_and_each_as_often() -> None:
+def test_drawn_indices_are_distinct_seeded_and_uniform() -> None:
     for numel, k in ((1, 1), (10, 2), (10, 10), (5000, 50), (5000, 1000), (5000, 1300)):
         first, again, other = (draw_places(numel, k, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
         assert len(first) == len(first.unique()) == k
@@ -178,7 +178,7 @@ def test_drawn_places_are_different_ones_alike_by_seed_and_each_as_often() -> No
 
 
 def averages(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
-    """The mean of many sums over the dense one, without feedback: the slope of one against the other."""
+    """The mean of many sums without feedback, divided by the dense sum: the slope of a regression."""
     values = torch.linspace(-1, 1, 50) * (1 + group.rank())
     dense, found = summed(group, values), {}
     for method in ("int8", "randomk", "topk"):
@@ -191,15 +191,15 @@ def averages(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
     return found
 
 
-def test_stochastic_rounding_and_scaled_random_places_are_right_on_average_and_top_k_is_not(ranks: Ranks) -> None:
+def test_int8_and_randomk_are_unbiased_and_topk_is_not(ranks: Ranks) -> None:
     found = ranks(2, averages, 400)[0]
     assert found["int8"] == pytest.approx(1, abs=0.002)
     assert found["randomk"] == pytest.approx(1, abs=0.1)
     assert found["topk"] < 0.5
 
 
-def said_whole(group: dist.ProcessGroup) -> dict[str, float]:
-    """The largest difference to the dense sum, or number left over, of whole numbers that each method can say."""
+def sum_representable_gradients(group: dist.ProcessGroup) -> dict[str, float]:
+    """The largest error or residual for gradients of integers, which every method can represent exactly."""
     gradient = torch.randint(-7, 8, (60,), generator=torch.Generator().manual_seed(group.rank())).double()
     gradient[0] = 127 // group.size()  # so that int8's scale is one
     makers = MAKE | {
@@ -215,13 +215,13 @@ def said_whole(group: dist.ProcessGroup) -> dict[str, float]:
     return found
 
 
-def test_what_a_method_can_say_whole_is_the_dense_sum(ranks: Ranks) -> None:
-    for found in ranks(3, said_whole):
+def test_representable_gradients_are_summed_exactly(ranks: Ranks) -> None:
+    for found in ranks(3, sum_representable_gradients):
         assert max(found.values()) < 1e-12
 
 
 def beyond_16_bits(group: dist.ProcessGroup) -> tuple[float, float]:
-    """Of a gradient of twice what a rank may send: what comes out of one rank's share, and what is left, over it."""
+    """For a gradient twice as large as fp16 allows: the sent and the remaining part, each as a fraction of it."""
     gradient = torch.full((9,), 2 * torch.finfo(torch.float16).max / (group.size() + 1), dtype=torch.float64)
     compressor, bucket = Cast(group, feedback=True), gradient.clone()
     compressor(bucket).wait()
@@ -230,34 +230,34 @@ def beyond_16_bits(group: dist.ProcessGroup) -> tuple[float, float]:
     return max(parts[0].tolist()), max(parts[1].tolist())
 
 
-def test_a_gradient_beyond_16_bits_is_sent_by_half_and_half_is_left(ranks: Ranks) -> None:
-    for came_out, left in ranks(3, beyond_16_bits):
-        assert (came_out, left) == pytest.approx((0.5, 0.5), abs=4 * 2.0**-11)  # the limit is rounded, and each sum
+def test_fp16_overflow_stays_in_the_residual(ranks: Ranks) -> None:
+    for sent, left in ranks(3, beyond_16_bits):
+        assert (sent, left) == pytest.approx((0.5, 0.5), abs=4 * 2.0**-11)  # the limit is rounded, and each sum
 
 
-SHARES = (0.125, 0.5, 0.75)
+FRACTIONS = (0.125, 0.5, 0.75)
 
 
 def rounded_up(group: dist.ProcessGroup) -> list[float]:
-    """Of codes and a share above, how far the number of those that go up is off, in deviations of fair draws."""
+    """For each fraction above a code: the error of the number rounded up, in standard deviations of fair draws."""
     levels, found = 127 // group.size(), []
     codes = torch.arange(2000, dtype=torch.float64) % (2 * levels - 1) - levels + 1  # to L - 1
-    for share in SHARES:
-        values = codes + share
+    for fraction in FRACTIONS:
+        values = codes + fraction
         values[codes == levels - 1] = levels  # which makes the scale one
         fair = values != levels
         Quantised(group, rank_seed(1, group.rank()), feedback=False)(values).wait()
         ups = int((values - group.size() * codes)[fair].round().sum())
-        found.append(sampling_errors(ups, group.size() * int(fair.sum()), share))
+        found.append(sampling_errors(ups, group.size() * int(fair.sum()), fraction))
     return found
 
 
-def test_codes_go_up_as_often_as_the_share_above_them(ranks: Ranks) -> None:
+def test_int8_rounds_up_with_the_right_probability(ranks: Ranks) -> None:
     for found in ranks(2, rounded_up):
         assert max(found) < 6  # one in 10^9
 
 
-def places_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
+def indices_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     compressor, found = RandomK(group, 0.1, 5, feedback=False), []
     for _ in range(4):
         bucket = torch.full((1000,), group.rank() + 1.0)
@@ -266,16 +266,15 @@ def places_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     return found
 
 
-def test_random_places_are_alike_on_all_ranks_and_other_ones_each_step(ranks: Ranks) -> None:
-    one, other = ranks(2, places_of_steps)
+def test_random_indices_equal_on_ranks_and_change_per_step(ranks: Ranks) -> None:
+    one, other = ranks(2, indices_of_steps)
     assert one == other
     assert [len(places) for places in one] == [100] * 4
     assert all(len(set(before) & set(after)) < 30 for before, after in itertools.pairwise(one))  # a fair draw: 10
 
 
 def sixteen_bits(group: dist.ProcessGroup) -> dict[str, tuple[bool, bool]]:
-    """Gradients of bfloat16: whether sums are of it, and with what is left over near the dense ones after many
-    roundings."""
+    """Whether sums of bfloat16 gradients are bfloat16, and after 40 steps close to the dense sum with the residual."""
     found = {}
     for method, make in MAKE.items():
         compressor = make(group, BUCKETS[-1], True)
@@ -292,13 +291,13 @@ def sixteen_bits(group: dist.ProcessGroup) -> dict[str, tuple[bool, bool]]:
     return found
 
 
-def test_gradients_of_16_bits_are_compressed_too(ranks: Ranks) -> None:
+def test_bfloat16_gradients_are_compressed(ranks: Ranks) -> None:
     for found in ranks(2, sixteen_bits):
         assert found == dict.fromkeys(MAKE, (True, True))
 
 
 def through_buckets(group: dist.ProcessGroup) -> tuple[list[list[tuple[int, ...]]], bool]:
-    """The shapes that each bucket's all_reduce was made for, and whether gradients were summed through it."""
+    """The shapes for which each bucket's all_reduce was created, and whether it summed the gradients."""
     seen: list[list[tuple[int, ...]]] = []
 
     def make_all_reduce(shapes: list[Size]) -> Compressor:
@@ -317,7 +316,7 @@ def through_buckets(group: dist.ProcessGroup) -> tuple[list[list[tuple[int, ...]
     return seen, right
 
 
-def test_each_bucket_has_an_all_reduce_of_its_own_for_the_shapes_in_it(ranks: Ranks) -> None:
+def test_each_bucket_has_its_own_compressor(ranks: Ranks) -> None:
     for seen, right in ranks(2, through_buckets):
         assert seen == [[(2, 5), (3,)], [(4, 3)]]
         assert right

@@ -1,4 +1,4 @@
-"""Bytes of compressed sums, by hand."""
+"""Bytes of compressed sums, compared with sums by hand."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def sent(method: str, world_size: int, itemsize: int = 4, ratio: float = 0.01) -
     return bucket_bytes(method, world_size, SHAPES, itemsize, ratio=ratio, low_rank=4)
 
 
-def test_by_hand() -> None:
+def test_bytes_by_hand() -> None:
     assert sent("dense", 2) == 20200
     assert sent("fp16", 2) == sent("fp16", 2, itemsize=8) == 10100
     assert sent("int8", 2) == 5050 + 4
@@ -23,14 +23,14 @@ def test_by_hand() -> None:
     assert {sent(method, 1) for method in FORMULAS} == {0.0}
 
 
-def test_what_an_all_reduce_adds_is_bounded_and_what_is_gathered_is_not() -> None:
+def test_only_topk_bytes_grow_with_the_world_size() -> None:
     for method in FORMULAS:
         growth = sent(method, 256) / sent(method, 2)
         assert growth == pytest.approx(255 if method == "topk" else 2 * 255 / 256), method
 
 
 @pytest.mark.parametrize(("ratio", "itemsize", "worlds"), [(0.01, 4, 100), (0.1, 4, 10), (0.1, 8, 13.33), (1.0, 4, 1)])
-def test_topk_stops_paying_where_the_formula_says(ratio: float, itemsize: int, worlds: float) -> None:
+def test_topk_saves_bytes_below_the_crossing(ratio: float, itemsize: int, worlds: float) -> None:
     crossing = topk_pays_below(ratio, itemsize)
     assert crossing == pytest.approx(worlds, rel=1e-3)
     for world_size in range(2, 200):
@@ -39,7 +39,7 @@ def test_topk_stops_paying_where_the_formula_says(ratio: float, itemsize: int, w
         assert (message < dense - 1e-6) == (world_size < crossing - 1e-9)
 
 
-def test_at_least_one_number_and_never_more_than_the_matrix() -> None:
+def test_kept_numbers_and_factors_are_bounded() -> None:
     assert num_kept(10, 1e-6) == num_kept(1, 0.5) == 1
     assert num_kept(7, 1.0) == 7
     assert factors((3, 3), 4) == 9

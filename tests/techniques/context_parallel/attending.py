@@ -1,4 +1,4 @@
-"""Attention over the positions of all ranks, held against one process: what the tests of the ways to do it share."""
+"""Helpers that compare attention over the positions of all ranks with attention in one process."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from distlab.lab.measure.traffic import Calls
 from distlab.techniques.context_parallel.strategy import Positions
 
 HEAD_DIM = 4
-# From a group and positions to what takes q, k and v of a rank's rows.
+# From a group and positions to a function of q, k and v of a rank's rows.
 Way = Callable[[dist.ProcessGroup, Positions], Callable[[Tensor, Tensor, Tensor], Tensor]]
 
 
@@ -24,7 +24,7 @@ def drawn(length: int, heads: int) -> Tensor:
 def differences(
     group: dist.ProcessGroup, way: Way, cut: Callable[[int, int], Positions], length: int, heads: int
 ) -> tuple[dict[str, float], int]:
-    """The largest difference to one process of this rank's rows, of the result and of each gradient; and its calls."""
+    """The largest errors of this rank's result and gradients compared with one process, and its number of calls."""
     whole = drawn(length, heads)
     dense = q, k, v = tuple(each.clone().requires_grad_() for each in whole[:3].unbind())
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -35,20 +35,20 @@ def differences(
     with Calls() as calls:
         found = way(group, positions)(*mine)
         found.backward(whole[3][:, :, rows])
-    apart = {"out": worst(found, wanted[:, :, rows])}
+    errors = {"out": worst(found, wanted[:, :, rows])}
     for name, leaf, dense_leaf in zip("qkv", mine, dense, strict=True):
         assert leaf.grad is not None and dense_leaf.grad is not None
-        apart[f"d{name}"] = worst(leaf.grad, dense_leaf.grad[:, :, rows])
-    return apart, sum(int(op.calls) for op in calls.ops())
+        errors[f"d{name}"] = worst(leaf.grad, dense_leaf.grad[:, :, rows])
+    return errors, sum(int(op.calls) for op in calls.ops())
 
 
 def worst(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference; infinite between tensors of two shapes."""
+    """The largest difference; infinite if the shapes differ."""
     if found.shape != wanted.shape:
         return float("inf")
     return (found - wanted).abs().max().item() if found.numel() else 0.0
 
 
-def all_of(of_ranks: list[tuple[dict[str, float], int]], name: str) -> float:
-    """The largest on any rank."""
-    return max(apart[name] for apart, _ in of_ranks)
+def max_over_ranks(of_ranks: list[tuple[dict[str, float], int]], name: str) -> float:
+    """The largest of this error on any rank."""
+    return max(errors[name] for errors, _ in of_ranks)

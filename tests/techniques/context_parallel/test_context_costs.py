@@ -1,4 +1,4 @@
-"""The formulas of context parallelism: where all is even what the papers give, elsewhere what the parts add up to."""
+"""The formulas of context parallelism: the papers' figures for even parts, sums by hand for uneven ones."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ RANKS = st.integers(1, 8)
 
 
 @given(RANKS, st.integers(1, 9), st.integers(1, 9))
-def test_even_parts_send_what_the_papers_say(ranks: int, each: int, heads: int) -> None:
+def test_even_parts_send_the_papers_bytes(ranks: int, each: int, heads: int) -> None:
     rows, of_heads = (each,) * ranks, (heads,) * ranks
     row_bytes = 2 * heads * ranks * 4  # K and V of all heads, one number each
     everything = sum(rows) * row_bytes
@@ -38,7 +38,7 @@ def test_even_parts_send_what_the_papers_say(ranks: int, each: int, heads: int) 
 
 
 @given(RANKS, st.integers(0, 40))
-def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None:
+def test_total_bytes_of_uneven_parts(ranks: int, length: int) -> None:
     for cut in (contiguous, zigzag):
         rows = cut(length, ranks).num_rows
         assert sum(ring_bytes(rows, 1, rank) for rank in range(ranks)) == 3 * (ranks - 1) * length
@@ -48,7 +48,7 @@ def test_all_ranks_together_send_what_has_to_go(ranks: int, length: int) -> None
 
 
 @given(RANKS, st.integers(1, 20))
-def test_folded_keys_that_go_where_they_are_seen_are_three_quarters_of_a_ring(ranks: int, each: int) -> None:
+def test_zigzag_shift_sends_three_quarters_of_a_ring(ranks: int, each: int) -> None:
     positions = zigzag(2 * ranks * each, ranks)
     seen = [[positions.visible_keys(rank, other).num_keys for other in range(ranks)] for rank in range(ranks)]
     sent = [sum(shift_rows(seen, rank)) for rank in range(ranks)]
@@ -75,7 +75,7 @@ def test_calls_of_a_gather_and_a_scatter(rows: tuple[int, ...], backend: str, ca
     assert [gathered_calls(rows, rank, backend) for rank in range(len(rows))] == calls
 
 
-def test_the_last_of_four_ranks_has_seven_quarters() -> None:
+def test_causal_work_of_the_last_rank() -> None:
     assert [causal_share(ranks) for ranks in (1, 2, 4)] == [1, 1.5, 1.75]
     long = contiguous(4000, 4)
     assert long.pairs(3) * 4 / sum(map(long.pairs, range(4))) == pytest.approx(causal_share(4), abs=1e-3)

@@ -1,4 +1,4 @@
-"""Attention in blocks and round the ring: one process's, with its gradients."""
+"""Attention in blocks and around the ring, compared with one process, with gradients."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ from distlab.techniques.context_parallel.ring import (
     merge,
 )
 from distlab.techniques.context_parallel.strategy import Positions, contiguous, zigzag
-from tests.techniques.context_parallel.attending import all_of, differences
+from tests.techniques.context_parallel.attending import differences, max_over_ranks
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
 
 
-# Blocks of attention against PyTorch's whole one, and parts that are merged against their whole.
+# Blocks of attention compared with PyTorch's, and merged blocks compared with one block.
 
 
 WAYS: dict[str, tuple[Callable[..., Part], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
@@ -48,7 +48,7 @@ def drawn(rows: int, keys: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_and_its_gradients_are_those_of_autograd(way: str, causal: bool) -> None:
+def test_a_block_equals_autograd(way: str, causal: bool) -> None:
     forward, backward = WAYS[way]
     q, k, v = drawn(5, 5 if causal else 3)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -69,7 +69,7 @@ def test_a_block_and_its_gradients_are_those_of_autograd(way: str, causal: bool)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cut", [1, 4, 6])
-def test_two_parts_of_the_keys_are_the_whole_forward_and_backward(way: str, cut: int) -> None:
+def test_merged_key_blocks_equal_one_block(way: str, cut: int) -> None:
     forward, backward = WAYS[way]
     q, k, v = (each.detach() for each in drawn(5, 7))
     whole = forward(q, k, v, causal=False)
@@ -94,7 +94,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 3), (3, 0), (0, 0)])
-def test_nothing_gives_nothing(rows: int, keys: int) -> None:
+def test_empty_rows_or_keys(rows: int, keys: int) -> None:
     q, k, v = (each.detach() for each in drawn(rows, keys))
     part = attend(q, k, v)
     assert part.out.shape == q.shape and not part.out.any()
@@ -102,7 +102,7 @@ def test_nothing_gives_nothing(rows: int, keys: int) -> None:
     assert [each.shape for each in attend_backward(q, q, k, v, part)] == [q.shape, k.shape, v.shape]
 
 
-def test_what_saw_nothing_adds_nothing() -> None:
+def test_a_block_without_keys_adds_nothing() -> None:
     q, k, v = (each.detach() for each in drawn(3, 4))
     part, wanted = attend(q, k, v), attend(q, k, v)
     merge(part, attend(q, k[:, :, :0], v[:, :, :0]))
@@ -110,31 +110,31 @@ def test_what_saw_nothing_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sixteen_bits_are_summed_in_float32(way: str) -> None:
+def test_log_sum_exp_of_bfloat16_is_float32(way: str) -> None:
     q, k, v = (each.detach() for each in drawn(3, 4, torch.bfloat16))
     part = WAYS[way][0](q, k, v, causal=False)
     assert (part.out.dtype, part.lse.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rows_are_views() -> None:
+def test_rows_from_returns_views() -> None:
     part = Part(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3))
     part.rows_from(2).out.fill_(1)
     part.rows_from(2).lse.fill_(1)
     assert part.out.sum() == 2 and part.lse.sum() == 1
 
 
-# Keys that go round, against one process: any length on any number of ranks, and what a wrong line breaks.
+# Keys that travel around the ring, at any length and number of ranks; and what a wrong line breaks.
 
 
 @pytest.mark.parametrize("cut", [contiguous, zigzag])
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
 )
-def test_a_ring_does_what_one_process_does(
+def test_ring_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, RingAttention, cut, length, heads)
-    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    assert max(chain(*(errors.values() for errors, _ in found))) < 1e-14
     rows = cut(length, world_size).num_rows
     assert [calls for _, calls in found] == [
         sum(sent > 0 for sent in ring_rows(rows, rank)) for rank in range(world_size)
@@ -145,11 +145,11 @@ def test_a_ring_does_what_one_process_does(
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 1), (3, 13, 2), (4, 5, 3), (4, 32, 1), (5, 2, 1)]
 )
-def test_keys_that_go_where_they_are_seen_do_the_same(
+def test_shift_attention_equals_one_process(
     ranks: Ranks, cut: Callable[[int, int], Positions], world_size: int, length: int, heads: int
 ) -> None:
     found = ranks(world_size, differences, ShiftAttention, cut, length, heads)
-    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    assert max(chain(*(errors.values() for errors, _ in found))) < 1e-14
     positions = cut(length, world_size)
     seen = [[positions.visible_keys(rank, other).num_keys for other in range(world_size)] for rank in range(world_size)]
     assert [calls for _, calls in found] == [
@@ -161,43 +161,43 @@ def average(part: Part, more: Part) -> None:
     part.out.add_(more.out).mul_(0.5)
 
 
-class Unweighed(RingAttention):
+class UnweightedMerge(RingAttention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "merge", average)
             return super().__call__(q, k, v)
 
 
-class Left(RingAttention):
+class UnreturnedGradients(RingAttention):
     def return_gradients(self, parts: Iterator[tuple[int, Tensor]], own: Tensor) -> Tensor:
         for _ in parts:
             pass
         return own
 
 
-def one_run(group: dist.ProcessGroup, positions: Positions) -> RingAttention:
+def mask_by_local_positions(group: dist.ProcessGroup, positions: Positions) -> RingAttention:
     return RingAttention(group, contiguous(positions.length, group.size()))
 
 
 def test_without_log_sum_exp_the_result_is_wrong(ranks: Ranks) -> None:
-    found = ranks(2, differences, Unweighed, zigzag, 8, 1)
-    assert all_of(found, "out") > 1e-3
+    found = ranks(2, differences, UnweightedMerge, zigzag, 8, 1)
+    assert max_over_ranks(found, "out") > 1e-3
 
 
-def test_gradients_that_stay_where_the_keys_were_are_those_of_the_keys_alone(ranks: Ranks) -> None:
-    found = ranks(3, differences, Left, contiguous, 9, 1)
-    assert max(all_of(found, "out"), all_of(found, "dq")) < 1e-14
-    assert all_of(found, "dk") > 1e-3 and all_of(found, "dv") > 1e-3
-    assert max(found[2][0].values()) < 1e-14  # nobody behind the last rank looks at its keys
+def test_key_gradients_that_are_not_returned_are_wrong(ranks: Ranks) -> None:
+    found = ranks(3, differences, UnreturnedGradients, contiguous, 9, 1)
+    assert max(max_over_ranks(found, "out"), max_over_ranks(found, "dq")) < 1e-14
+    assert max_over_ranks(found, "dk") > 1e-3 and max_over_ranks(found, "dv") > 1e-3
+    assert max(found[2][0].values()) < 1e-14  # no other rank attends to the last rank's keys
 
 
-def test_a_mask_by_local_positions_is_seen(ranks: Ranks) -> None:
-    found = ranks(2, differences, one_run, zigzag, 8, 1)
-    assert all_of(found, "out") > 1e-3
+def test_a_mask_by_local_positions_is_detected(ranks: Ranks) -> None:
+    found = ranks(2, differences, mask_by_local_positions, zigzag, 8, 1)
+    assert max_over_ranks(found, "out") > 1e-3
 
 
 class Additions(TorchDispatchMode):
-    """The types of rows [B, heads, rows, head_dim] that are added to in place inside the block."""
+    """The dtypes of tensors [B, heads, rows, head_dim] that are added to in place inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class Additions(TorchDispatchMode):
 
 
 def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -> set[torch.dtype]:
-    """What partial results of bfloat16 are added up in, forward and back."""
+    """The dtypes in which partial results of bfloat16 are added, in the forward and backward pass."""
     positions = zigzag(8, group.size())
     shape = (1, 2, positions.num_rows[group.rank()], 8)
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -223,20 +223,20 @@ def added_in(group: dist.ProcessGroup, kind: type[RingAttention], wrong: bool) -
 
 
 @pytest.mark.parametrize("kind", [RingAttention, ShiftAttention])
-def test_partial_results_of_16_bits_are_added_up_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
-    """No proof in float64 and no loss shows it."""
+def test_partial_results_are_summed_in_float32(ranks: Ranks, kind: type[RingAttention]) -> None:
+    """Proofs in float64 and losses do not show this."""
     assert ranks(2, added_in, kind, False) == [{torch.float32}] * 2
     assert ranks(2, added_in, kind, True) == [{torch.bfloat16}] * 2
 
 
 def sources(group: dist.ProcessGroup) -> list[int]:
-    """The ranks whose keys come by, each of which sends its own number."""
+    """The ranks whose keys arrive, in order; each rank sends its own number."""
     ring = RingAttention(group, contiguous(6, group.size()))
     mine = torch.full((2, 1, 1, 6 // group.size(), 1), float(group.rank()))
-    came = [(source, there.unique().tolist()) for source, there in ring.receive_keys(mine)]
-    assert all(numbers == [source] for source, numbers in came)
-    return [source for source, _ in came]
+    received = [(source, keys.unique().tolist()) for source, keys in ring.receive_keys(mine)]
+    assert all(numbers == [source] for source, numbers in received)
+    return [source for source, _ in received]
 
 
-def test_keys_come_from_the_rank_before_and_then_from_those_before_it(ranks: Ranks) -> None:
+def test_keys_arrive_in_ring_order(ranks: Ranks) -> None:
     assert ranks(3, sources) == [[2, 1], [0, 2], [1, 0]]

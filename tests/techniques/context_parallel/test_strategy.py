@@ -1,4 +1,4 @@
-"""Who holds which positions: all of them once, and what is seen of other ranks is what a causal mask says."""
+"""Positions per rank: each is on one rank, and the visible keys of other ranks follow from the causal mask."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -15,21 +15,17 @@ CUTS = st.sampled_from([contiguous, zigzag])
 
 
 @given(CUTS, st.integers(0, 60), st.integers(1, 8))
-def test_every_position_is_held_once_in_ascending_order(
-    cut: Callable[[int, int], Positions], length: int, ranks: int
-) -> None:
+def test_each_position_is_on_one_rank_in_order(cut: Callable[[int, int], Positions], length: int, ranks: int) -> None:
     positions = cut(length, ranks)
-    held = [positions.of(rank).tolist() for rank in range(ranks)]
-    assert sorted(chain(*held)) == list(range(length))
-    assert all(rows == sorted(rows) for rows in held)
-    assert positions.length == length and positions.num_rows == tuple(map(len, held))
+    rows_of_ranks = [positions.of(rank).tolist() for rank in range(ranks)]
+    assert sorted(chain(*rows_of_ranks)) == list(range(length))
+    assert all(rows == sorted(rows) for rows in rows_of_ranks)
+    assert positions.length == length and positions.num_rows == tuple(map(len, rows_of_ranks))
     assert max(positions.num_rows) - min(positions.num_rows) <= 2
 
 
 @given(CUTS, st.integers(0, 60), st.integers(1, 8))
-def test_what_is_seen_is_the_rectangle_that_a_causal_mask_leaves(
-    cut: Callable[[int, int], Positions], length: int, ranks: int
-) -> None:
+def test_visible_keys_equal_the_causal_mask(cut: Callable[[int, int], Positions], length: int, ranks: int) -> None:
     positions = cut(length, ranks)
     for rank in range(ranks):
         rows = positions.of(rank)
@@ -42,7 +38,7 @@ def test_what_is_seen_is_the_rectangle_that_a_causal_mask_leaves(
 
 
 @given(CUTS, st.integers(1, 60), st.integers(1, 8))
-def test_pairs_are_the_ones_of_the_mask(cut: Callable[[int, int], Positions], length: int, ranks: int) -> None:
+def test_pairs_equal_the_causal_mask(cut: Callable[[int, int], Positions], length: int, ranks: int) -> None:
     positions = cut(length, ranks)
     work = [positions.pairs(rank) for rank in range(ranks)]
     mask = torch.ones(length, length, dtype=torch.bool).tril()
@@ -50,7 +46,7 @@ def test_pairs_are_the_ones_of_the_mask(cut: Callable[[int, int], Positions], le
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_folded_parts_have_the_same_work_and_contiguous_ones_have_not(ranks: int) -> None:
+def test_only_zigzag_balances_the_work(ranks: int) -> None:
     length = 2 * ranks * 50
     for cut, share in ((zigzag, 1.0), (contiguous, (2 * ranks - 1) / ranks)):
         work = [cut(length, ranks).pairs(rank) for rank in range(ranks)]
@@ -66,7 +62,7 @@ def test_five_positions_on_two_ranks() -> None:
     assert contiguous(5, 2).visible_keys(0, 1) == VisibleKeys(3, 0)
 
 
-def test_own_rows_are_those_of_the_positions() -> None:
+def test_own_selects_the_ranks_positions() -> None:
     x = torch.arange(14).view(2, 7)
     for rank in range(3):
         positions = zigzag(7, 3)

@@ -1,4 +1,4 @@
-"""Rows to heads and back, against one process: heads and positions that do not divide, and ranks without either."""
+"""Ulysses attention compared with one process: uneven heads and positions, and ranks without any."""
 
 from itertools import chain
 
@@ -13,7 +13,7 @@ from distlab.techniques.context_parallel.costs import ulysses_messages
 from distlab.techniques.context_parallel.strategy import contiguous
 from distlab.techniques.context_parallel.ulysses import Swap, UlyssesAttention
 from distlab.techniques.tensor_parallel.layers import partition_sizes
-from tests.techniques.context_parallel.attending import all_of, differences
+from tests.techniques.context_parallel.attending import differences, max_over_ranks
 from tests.warm_ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,33 +22,32 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("world_size", "length", "heads"), [(1, 5, 2), (2, 8, 4), (3, 13, 5), (4, 3, 6), (4, 9, 2), (3, 1, 1)]
 )
-def test_ulysses_does_what_one_process_does(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
+def test_ulysses_equals_one_process(ranks: Ranks, world_size: int, length: int, heads: int) -> None:
     found = ranks(world_size, differences, UlyssesAttention, contiguous, length, heads)
-    assert max(chain(*(apart.values() for apart, _ in found))) < 1e-14
+    assert max(chain(*(errors.values() for errors, _ in found))) < 1e-14
     rows, of_heads = contiguous(length, world_size).num_rows, partition_sizes(heads, world_size)
     sent = [sum(pairs > 0 for pairs in ulysses_messages(rows, of_heads, rank)) for rank in range(world_size)]
     assert [calls for _, calls in found] == sent
 
 
-class InTurn(Swap):
+class ReversedParts(Swap):
     def exchange(self, parts: tuple[Tensor, ...], shapes: list[tuple[int, int]]) -> list[Tensor]:
         return super().exchange(parts, shapes)[::-1]
 
 
-class Unsorted(UlyssesAttention):
+class ReversedUlysses(UlyssesAttention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ulysses, "Swap", InTurn)
+            patch.setattr(ulysses, "Swap", ReversedParts)
             return super().__call__(q, k, v)
 
 
-def test_parts_in_another_order_are_seen(ranks: Ranks) -> None:
-    assert all_of(ranks(2, differences, Unsorted, contiguous, 8, 4), "out") > 1e-3
+def test_wrong_order_of_parts_is_detected(ranks: Ranks) -> None:
+    assert max_over_ranks(ranks(2, differences, ReversedUlysses, contiguous, 8, 4), "out") > 1e-3
 
 
 def there_and_back(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Of 5 positions and 3 heads, numbered as ten times the position plus the head: what this rank's heads are, and
-    what comes back."""
+    """Exchange 5 positions and 3 heads, numbered 10 x position + head; return this rank's heads and its positions."""
     rank, size = group.rank(), group.size()
     rows = torch.arange(5).tensor_split(size)[rank]
     x = (10 * rows + torch.arange(3)[:, None]).double()[None, None, :, :, None]
@@ -58,7 +57,7 @@ def there_and_back(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     return by_heads.flatten().int().tolist(), rows.tolist()
 
 
-def test_a_rank_gets_all_positions_of_its_heads_in_their_order(ranks: Ranks) -> None:
+def test_a_rank_receives_all_positions_of_its_heads(ranks: Ranks) -> None:
     assert [heads for heads, _ in ranks(2, there_and_back)] == [
         [0, 10, 20, 30, 40, 1, 11, 21, 31, 41],
         [2, 12, 22, 32, 42],

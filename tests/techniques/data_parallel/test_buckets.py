@@ -1,4 +1,4 @@
-"""Buckets: their layout, what a hook may launch and when, and the gradients that come out."""
+"""Buckets: their layout, when hooks launch them, and the gradients that result."""
 
 from typing import Any
 
@@ -16,23 +16,21 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100))
-def test_layout_holds_each_parameter_once_in_reverse_and_closes_full_buckets(
-    sizes: list[int], bucket_bytes: int
-) -> None:
+def test_layout_fills_buckets_in_reverse_order(sizes: list[int], bucket_bytes: int) -> None:
     buckets = layout(sizes, bucket_bytes)
     assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
-    held = [sum(sizes[index] for index in bucket) for bucket in buckets]
-    assert all(size >= bucket_bytes for size in held[:-1])
-    for bucket, size in zip(buckets, held, strict=True):
+    bucket_sizes = [sum(sizes[index] for index in bucket) for bucket in buckets]
+    assert all(size >= bucket_bytes for size in bucket_sizes[:-1])
+    for bucket, size in zip(buckets, bucket_sizes, strict=True):
         assert size - sizes[bucket[-1]] < bucket_bytes  # it was not full before its last one
 
 
-def test_one_bucket_without_a_bound() -> None:
+def test_one_bucket_without_size_limit() -> None:
     assert layout([4, 8, 4], float("inf")) == [[2, 1, 0]]
 
 
 class Branches(nn.Module):
-    """Three layers in a row, of which one can be left out."""
+    """Three layers in sequence, of which one can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +51,7 @@ def rows(rank: int, microbatch: int) -> Tensor:
 
 
 def summed(group: dist.ProcessGroup, bucket_bytes: float, overlap: bool, skipped: int | None) -> dict[str, Any]:
-    """Two steps of two microbatches, the second step's gradients; launches seen in order, and when."""
+    """Run two steps of two microbatches; return the second step's gradients and its launches with their times."""
     model, launched = Branches(), []
 
     def all_reduce(bucket: Tensor) -> Any:
@@ -102,22 +100,22 @@ def test_sums_over_ranks_and_microbatches(
         assert result["views"]
         for gradient, dense in zip(result["gradients"], wanted, strict=True):
             assert (gradient - dense).abs().max() <= 1e-12
-        # One order on every rank, once a step, whatever the loss reached.
+        # Every rank launches the buckets in the same order, once per step, whichever layers were skipped.
         assert [size for size, _ in result["launched"]] == [size for size, _ in every_rank[0]["launched"]]
         moments = {moment for _, moment in result["launched"]}
         assert "backward 0" not in moments
         assert moments == {"finish"} if not overlap else "finish" not in moments or skipped is not None
 
 
-def alike(group: dist.ProcessGroup) -> list[Tensor]:
+def after_broadcast(group: dist.ProcessGroup) -> list[Tensor]:
     torch.manual_seed(group.rank())
     parameters = [torch.rand(3, 2), torch.rand(()), torch.rand(5)]
     broadcast_parameters(parameters, group)
     return parameters
 
 
-def test_broadcast_gives_all_ranks_those_of_the_first(ranks: Ranks) -> None:
-    first, *others = ranks(3, alike)
+def test_broadcast_copies_the_parameters_of_rank_0(ranks: Ranks) -> None:
+    first, *others = ranks(3, after_broadcast)
     torch.manual_seed(0)
     assert torch.equal(first[0], torch.rand(3, 2))
     for other in others:

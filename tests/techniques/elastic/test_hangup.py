@@ -1,4 +1,4 @@
-"""Open sockets are told apart by inode, and shutting one down ends it for both sides."""
+"""Open sockets are identified by inode, and shutting one down ends it for both sides."""
 
 import os
 import socket

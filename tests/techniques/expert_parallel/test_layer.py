@@ -1,4 +1,4 @@
-"""Experts on ranks: placement, the way of rows, routing, and the layer around them, as one process has them."""
+"""Experts on ranks compared with one process: placement, transport of rows, routing, and the layer around them."""
 
 import math
 from typing import Any
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(120)
 WIDTH, HIDDEN = 4, 6
 
 
-# Who holds which experts: all of them once a copy, as even as it goes, and each piece where it belongs.
+# Placement: each copy stores all experts once, as evenly as possible, and each piece knows its offset.
 
 
 @settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_a_copy_holds_everything_once(experts: int, hidden: int, copies: int, ep: int, tp: int) -> None:
+def test_each_copy_stores_every_weight_once(experts: int, hidden: int, copies: int, ep: int, tp: int) -> None:
     placement = Placement.spread(experts, hidden, copies=copies, ep=ep, tp=tp)
     for name, shape in (("up", (experts, WIDTH, hidden)), ("down", (experts, hidden, WIDTH))):
         for copy in range(copies):
@@ -44,13 +44,13 @@ def test_ranks_are_laid_out_as_a_mesh() -> None:
     assert [placement.members(rank) for rank in (0, 3, 4, 7)] == [range(4), range(4), range(4, 8), range(4, 8)]
 
 
-def test_more_places_than_experts_leave_some_empty() -> None:
+def test_surplus_ranks_have_no_experts() -> None:
     placement = Placement.spread(2, 4, ep=3)
     assert [len(placement.experts_of(rank)) for rank in range(3)] == [1, 1, 0]
     assert placement.piece("up", torch.zeros(0, WIDTH, 4), 2).boxes == []
 
 
-def test_a_piece_says_where_it_stands() -> None:
+def test_a_piece_knows_its_offset() -> None:
     placement = Placement.spread(4, 6, ep=2, tp=2)
     part = torch.zeros(2, 3, WIDTH)
     piece = placement.piece("down", part, 3)
@@ -58,80 +58,84 @@ def test_a_piece_says_where_it_stands() -> None:
     assert [offset for offset, _ in piece.boxes] == [(2, 3, 0)]
 
 
-# Rows go to the ranks of their experts and come back in their order, in uneven numbers; so do their gradients.
+# Transport: rows go to the ranks of their experts and return in order, in uneven numbers; so do their gradients.
 
 
 def rows_of(rank: int, number: int) -> torch.Tensor:
-    """Rows of two numbers: whose they are, and which."""
+    """Rows of two numbers: the rank and the index of the row."""
     return torch.stack([torch.full((number,), float(rank)), torch.arange(float(number))], 1)
 
 
 def swapped(group: dist.ProcessGroup, table: list[list[int]]) -> list[list[float]]:
-    """What comes to this rank, where rank r sends `table[r][p]` rows to p."""
+    """The rows that arrive at this rank if rank r sends `table[r][p]` rows to p."""
     rank = group.rank()
-    give, take = table[rank], [of_rank[rank] for of_rank in table]
-    came: list[list[float]] = AllToAll(group)(rows_of(rank, sum(give)), give, take).tolist()
-    return came
+    num_sent, num_received = table[rank], [of_rank[rank] for of_rank in table]
+    received: list[list[float]] = AllToAll(group)(rows_of(rank, sum(num_sent)), num_sent, num_received).tolist()
+    return received
 
 
 @pytest.mark.parametrize(
     "table", [[[1, 2], [0, 3]], [[0, 0], [0, 0]], [[2, 0, 1], [0, 0, 0], [3, 1, 4]]], ids=["two", "none", "three"]
 )
-def test_rows_come_rank_after_rank(ranks: Ranks, table: list[list[int]]) -> None:
-    for rank, came in enumerate(ranks(len(table), swapped, table)):
+def test_rows_arrive_in_rank_order(ranks: Ranks, table: list[list[int]]) -> None:
+    for rank, received in enumerate(ranks(len(table), swapped, table)):
         wanted = []
         for source, of_rank in enumerate(table):
             first = sum(of_rank[:rank])
             wanted += [[float(source), float(first + index)] for index in range(of_rank[rank])]
-        assert came == wanted
+        assert received == wanted
 
 
-def around(
-    group: dist.ProcessGroup, held: list[range], admitted: list[list[int]]
+def through_experts(
+    group: dist.ProcessGroup, experts_of_ranks: list[range], admitted: list[list[int]]
 ) -> tuple[Any, Any, Any, tuple[list[int], list[int]]]:
-    """Experts that multiply by their number and one: what comes back, the gradient of the rows, what was computed."""
+    """Expert e multiplies by e + 1: return the results, the gradients of the rows, and the rows that each computed."""
     rank, computed = group.rank(), []
-    carries = Dispatch(held, range(group.size()), rank, AllToAll(group))
+    dispatch = Dispatch(experts_of_ranks, range(group.size()), rank, AllToAll(group))
     sorted_rows = rows_of(rank, sum(admitted[rank]))
-    rows = sorted_rows[carries.send_order(admitted)].requires_grad_()
+    rows = sorted_rows[dispatch.send_order(admitted)].requires_grad_()
 
-    def compute(there: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def compute(arrived: torch.Tensor, counts: list[int]) -> torch.Tensor:
         computed.append(counts)
-        factors = torch.tensor([float(expert + 1) for expert in held[rank]])
-        return there * factors.repeat_interleave(torch.tensor(counts, dtype=torch.long))[:, None]
+        factors = torch.tensor([float(expert + 1) for expert in experts_of_ranks[rank]])
+        return arrived * factors.repeat_interleave(torch.tensor(counts, dtype=torch.long))[:, None]
 
-    back = carries(rows, admitted, compute)
+    back = dispatch(rows, admitted, compute)
     back.sum().backward()
     assert rows.grad is not None
-    return back.tolist(), rows.grad.tolist(), computed, carries.count_rows(admitted)
+    return back.tolist(), rows.grad.tolist(), computed, dispatch.count_rows(admitted)
 
 
 ADMITTED = [[2, 0, 1], [1, 3, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(
-    "held", [[range(2), range(2, 3), range(3, 3)], [range(1), range(1, 2), range(2, 3)]], ids=["an empty rank", "even"]
+    "experts_of_ranks",
+    [[range(2), range(2, 3), range(3, 3)], [range(1), range(1, 2), range(2, 3)]],
+    ids=["an empty rank", "even"],
 )
-def test_experts_see_their_rows_and_ranks_their_own_again(ranks: Ranks, held: list[range]) -> None:
-    for rank, (back, gradient, computed, (give, take)) in enumerate(ranks(3, around, held, ADMITTED)):
+def test_rows_reach_their_experts_and_return(ranks: Ranks, experts_of_ranks: list[range]) -> None:
+    for rank, (back, gradient, computed, (num_sent, num_received)) in enumerate(
+        ranks(3, through_experts, experts_of_ranks, ADMITTED)
+    ):
         factors = [float(expert + 1) for expert, count in enumerate(ADMITTED[rank]) for _ in range(count)]
         assert back == [[rank * factor, index * factor] for index, factor in enumerate(factors)]
         assert gradient == [[factor, factor] for factor in factors]
-        assert computed == [[sum(of_rank[expert] for of_rank in ADMITTED) for expert in held[rank]]]
-        assert (sum(give), sum(take)) == (sum(ADMITTED[rank]), sum(computed[0]))
+        assert computed == [[sum(of_rank[expert] for of_rank in ADMITTED) for expert in experts_of_ranks[rank]]]
+        assert (sum(num_sent), sum(num_received)) == (sum(ADMITTED[rank]), sum(computed[0]))
 
 
-def test_ranks_that_share_experts_all_get_their_rows(ranks: Ranks) -> None:
-    """Both hold both experts: each row goes to each, and comes back from each."""
+def test_replicated_experts_all_receive_the_rows(ranks: Ranks) -> None:
+    """Both ranks have both experts: each row goes to both and returns from both."""
     admitted = [[1, 1], [2, 0]]
-    (first, gradient, computed, numbers), _ = ranks(2, around, [range(2), range(2)], admitted)
+    (first, gradient, computed, numbers), _ = ranks(2, through_experts, [range(2), range(2)], admitted)
     assert first == [[0.0, 0.0], [0.0, 2.0]] * 2
     assert gradient == [[1.0, 1.0], [2.0, 2.0]] * 2
     assert computed == [[3, 1]]
     assert numbers == ([2, 2], [2, 2])
 
 
-# Routing on ranks is that of one process: the same queues, places, balance and gates, however tokens are dealt.
+# Routing on ranks equals one process: queues, places, balance and gates do not depend on how tokens are distributed.
 
 
 def scores_of(seed: int, tokens: int, experts: int) -> Tensor:
@@ -139,13 +143,13 @@ def scores_of(seed: int, tokens: int, experts: int) -> Tensor:
 
 
 def queues(experts: Tensor, num_experts: int, places: int) -> dict[int, list[tuple[int, int]]]:
-    """Of each expert the (choice, token) that it takes, one after the other: what one process does."""
-    taken: dict[int, list[tuple[int, int]]] = {expert: [] for expert in range(num_experts)}
+    """For each expert the admitted (choice, token) pairs in order, as one process computes them."""
+    admitted: dict[int, list[tuple[int, int]]] = {expert: [] for expert in range(num_experts)}
     for choice, of_tokens in enumerate(experts.tolist()):
         for token, expert in enumerate(of_tokens):
-            if len(taken[expert]) < places:
-                taken[expert].append((choice, token))
-    return taken
+            if len(admitted[expert]) < places:
+                admitted[expert].append((choice, token))
+    return admitted
 
 
 @settings(max_examples=50)
@@ -153,13 +157,13 @@ def queues(experts: Tensor, num_experts: int, places: int) -> dict[int, list[tup
     st.integers(0, 99), st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 3),
     st.integers(0, 9),
 )  # fmt: skip
-def test_ranks_keep_what_one_process_keeps(
-    seed: int, dealt: list[int], experts: int, top_k: int, places: int
+def test_capacity_admits_the_tokens_of_one_process(
+    seed: int, tokens_of_ranks: list[int], experts: int, top_k: int, places: int
 ) -> None:  # fmt: skip
     top_k = min(top_k, experts)
-    scores = scores_of(seed, sum(dealt), experts)
+    scores = scores_of(seed, sum(tokens_of_ranks), experts)
     wanted = queues(layer.choose(scores, top_k).experts, experts, places)
-    of_ranks = [layer.choose(part, top_k) for part in scores.split(dealt)]
+    of_ranks = [layer.choose(part, top_k) for part in scores.split(tokens_of_ranks)]
     table = torch.stack([each.wanted for each in of_ranks])
     found: dict[int, list[tuple[int, int]]] = {expert: [] for expert in range(experts)}
     first = 0
@@ -169,19 +173,19 @@ def test_ranks_keep_what_one_process_keeps(
         assert chosen.tolist() == sorted(chosen.tolist())
         assert chosen.bincount(minlength=experts).tolist() == layer.admitted(table, places)[rank].tolist()
         for number, expert in zip(kept.tolist(), chosen.tolist(), strict=True):
-            found[expert].append((number // dealt[rank], first + number % dealt[rank]))
-        first += dealt[rank]
+            found[expert].append((number // tokens_of_ranks[rank], first + number % tokens_of_ranks[rank]))
+        first += tokens_of_ranks[rank]
     assert {expert: sorted(of) for expert, of in found.items()} == {e: sorted(of) for e, of in wanted.items()}
 
 
-def test_first_choices_of_all_come_before_second_ones() -> None:
-    """Two ranks, two tokens each: expert 0 is everyone's, first or second."""
+def test_first_choices_precede_second_choices() -> None:
+    """Two ranks with two tokens each, which all choose expert 0, as first or second choice."""
     table = torch.tensor([[[1, 1], [1, 1]], [[2, 0], [0, 2]]])  # [n, k, E]
     assert layer.queued(table).tolist() == [[[0, 0], [3, 1]], [[1, 1], [4, 2]]]
     assert layer.admitted(table, 3).tolist() == [[1, 2], [2, 1]]
 
 
-def test_a_single_gate_is_its_probability_and_several_share_one() -> None:
+def test_a_single_gate_and_normalized_gates() -> None:
     scores = scores_of(1, 7, 4)
     one, two = layer.choose(scores, 1), layer.choose(scores, 2)
     assert torch.equal(one.gates[0], scores.softmax(-1).max(-1).values)
@@ -194,11 +198,11 @@ def test_a_single_gate_is_its_probability_and_several_share_one() -> None:
     ("tokens", "top_k", "experts", "factor", "places"),
     [(1024, 2, 8, 1.25, 320), (37, 1, 5, 1.0, 8), (3, 1, 8, 0.5, 1), (11, 2, 4, 0.0, 11)],
 )
-def test_places_are_those_of_gshard(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
+def test_capacity_equals_gshard(tokens: int, top_k: int, experts: int, factor: float, places: int) -> None:
     assert layer.capacity(tokens, top_k, experts, factor) == places
 
 
-def test_parts_of_the_balance_loss_add_up_to_that_of_the_batch() -> None:
+def test_balance_losses_of_ranks_add_up() -> None:
     scores, experts = scores_of(3, 12, 4), 4
     whole = layer.choose(scores, 2)
     share, mean = whole.wanted.sum(0).double() / 24, whole.probabilities.mean(0)
@@ -208,12 +212,12 @@ def test_parts_of_the_balance_loss_add_up_to_that_of_the_batch() -> None:
     assert float(parts) == pytest.approx(12 * experts * float((share * mean).sum()), rel=1e-14)
 
 
-def test_an_even_batch_has_a_balance_loss_of_one_a_token() -> None:
+def test_balance_loss_of_an_even_batch() -> None:
     probabilities = torch.full((8, 4), 0.25)
     assert float(layer.balance_loss(probabilities, torch.full((1, 1, 4), 2))) == pytest.approx(8)
 
 
-def test_z_loss_is_of_the_whole_sum() -> None:
+def test_z_loss_sums_over_tokens() -> None:
     assert float(layer.z_loss(torch.zeros(3, 8))) == pytest.approx(3 * math.log(8) ** 2)
 
 
@@ -229,7 +233,7 @@ def test_a_rank_without_experts_computes_nothing() -> None:
     assert layer.grouped(torch.zeros(0, 3), [], torch.zeros(0, 3, 4), torch.zeros(0, 4, 3)).shape == (0, 3)
 
 
-# The layer around experts on ranks: outputs, gradients and losses of one process's mixture, and what it notes.
+# The layer on ranks compared with one process's mixture: outputs, gradients, losses, and the recorded routing.
 
 
 def dense(mixing: Mixing) -> Mixture:
@@ -248,21 +252,23 @@ def on_ranks(mixing: Mixing, group: dist.ProcessGroup) -> MixtureOfExperts:
     for key in ("up", "down"):
         part = getattr(layer.experts, key).detach()[placement.box(key, group.rank())].clone()
         setattr(layer.experts, key, torch.nn.Parameter(part))
-    held = [placement.experts_of(rank) for rank in range(group.size())]
-    carries = Dispatch(held, range(group.size()), group.rank(), AllToAll(group))
-    return MixtureOfExperts(layer.router, layer.experts, mixing, group, carries)
+    experts_of_ranks = [placement.experts_of(rank) for rank in range(group.size())]
+    dispatch = Dispatch(experts_of_ranks, range(group.size()), group.rank(), AllToAll(group))
+    return MixtureOfExperts(layer.router, layer.experts, mixing, group, dispatch)
 
 
-def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tuple[dict[str, float], list[Routed]]:
-    """How far this rank's tokens, their gradients, its experts and its router are from one process's."""
+def compared(
+    group: dist.ProcessGroup, mixing: Mixing, tokens_of_ranks: list[int]
+) -> tuple[dict[str, float], list[Routed]]:
+    """The errors of this rank's outputs, its gradients and its losses compared with one process."""
     torch.manual_seed(7)
-    tokens = torch.randn(sum(dealt), WIDTH, dtype=torch.float64)
+    tokens = torch.randn(sum(tokens_of_ranks), WIDTH, dtype=torch.float64)
     alone, mine = dense(mixing), on_ranks(mixing, group)
     whole = tokens.clone().requires_grad_()
     wanted = alone(whole)
     assert alone.extra is not None
     (wanted.square().sum() + alone.extra).backward()
-    here = tokens.split(dealt)[group.rank()].clone().requires_grad_()
+    here = tokens.split(tokens_of_ranks)[group.rank()].clone().requires_grad_()
     mine.seen = []
     found = mine(here)
     assert mine.extra is not None
@@ -275,8 +281,8 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
     assert whole.grad is not None
     assert alone.experts.up.grad is not None
     pairs: dict[str, tuple[Any, Any]] = {
-        "outputs": (found, wanted.split(dealt)[group.rank()]),
-        "tokens": (here.grad, whole.grad.split(dealt)[group.rank()]),
+        "outputs": (found, wanted.split(tokens_of_ranks)[group.rank()]),
+        "tokens": (here.grad, whole.grad.split(tokens_of_ranks)[group.rank()]),
         "experts": (mine.experts.up.grad, alone.experts.up.grad[box]),
         "router": (router, alone.router.weight.grad),
         "extra": (extra, alone.extra),
@@ -289,7 +295,7 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("mixing", "dealt"),
+    ("mixing", "tokens_of_ranks"),
     [
         (Mixing(4, 1, 1.0, 0.1, 0.01), [9, 4]),
         (Mixing(5, 2, 0.6, 0.1, 0.0), [6, 1, 7]),
@@ -297,24 +303,24 @@ def compared(group: dist.ProcessGroup, mixing: Mixing, dealt: list[int]) -> tupl
     ],
     ids=["switch", "top_2", "more ranks than experts"],
 )
-def test_ranks_make_what_one_process_makes(ranks: Ranks, mixing: Mixing, dealt: list[int]) -> None:
+def test_layer_equals_one_process(ranks: Ranks, mixing: Mixing, tokens_of_ranks: list[int]) -> None:
     notes = []
-    for differences, seen in ranks(len(dealt), compared, mixing, dealt):
+    for differences, seen in ranks(len(tokens_of_ranks), compared, mixing, tokens_of_ranks):
         assert {"outputs", "tokens", "router", "extra"} <= set(differences)
         assert max(differences.values()) < 1e-12, differences
         notes.append(seen)
     assert all(seen == notes[0] for seen in notes)
     ((wanted, admitted, places),) = notes[0]
-    assert sum(sum(map(sum, of_rank)) for of_rank in wanted) == sum(dealt) * mixing.top_k
-    taken = [sum(of) for of in zip(*admitted, strict=True)]
-    assert max(taken) <= places
-    assert (sum(taken) < sum(dealt) * mixing.top_k) == (mixing.capacity_factor > 0)
+    assert sum(sum(map(sum, of_rank)) for of_rank in wanted) == sum(tokens_of_ranks) * mixing.top_k
+    admitted_rows = [sum(of) for of in zip(*admitted, strict=True)]
+    assert max(admitted_rows) <= places
+    assert (sum(admitted_rows) < sum(tokens_of_ranks) * mixing.top_k) == (mixing.capacity_factor > 0)
 
 
-def unnoted(group: dist.ProcessGroup) -> tuple[Any, Any]:
+def shape_and_record(group: dist.ProcessGroup) -> tuple[Any, Any]:
     layer = on_ranks(Mixing(2, 1, 0.0, 0.0, 0.0), group)
     return layer(torch.zeros(2, 3, WIDTH, dtype=torch.float64)).shape, layer.seen
 
 
-def test_it_notes_nothing_unless_it_is_asked_and_keeps_the_shape(ranks: Ranks) -> None:
-    assert ranks(1, unnoted) == [(torch.Size([2, 3, WIDTH]), None)]
+def test_routing_is_recorded_only_on_request(ranks: Ranks) -> None:
+    assert ranks(1, shape_and_record) == [(torch.Size([2, 3, WIDTH]), None)]

@@ -1,4 +1,4 @@
-"""A few weights, whole or in parts over ranks, for the tests of layer-wise optimizers."""
+"""A few weights, complete or sharded over ranks, for the tests of layer-wise optimizers."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from distlab.techniques.large_batch import Group
 
-SHAPES = [(7, 5), (5,), (4, 6), (1, 3)]  # a bias among them, and a matrix of which the third rank holds nothing
+SHAPES = [(7, 5), (5,), (4, 6), (1, 3)]  # with a bias, and a matrix of which the third rank has nothing
 STEPS = 4
 
 
@@ -28,7 +28,7 @@ def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def groups(parameters: list[nn.Parameter], decay: float) -> list[Group]:
-    """As `split_by_decay`, by the shapes of whole weights: a part is always a vector."""
+    """Like `split_by_decay`, but by the shapes of complete weights, because a shard is always a vector."""
     matrices = [p for p, shape in zip(parameters, SHAPES, strict=True) if len(shape) > 1]
     vectors = [p for p, shape in zip(parameters, SHAPES, strict=True) if len(shape) == 1]
     return [
@@ -38,7 +38,7 @@ def groups(parameters: list[nn.Parameter], decay: float) -> list[Group]:
 
 
 def train(optimizer: object, parameters: list[nn.Parameter], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """A few steps along drawn gradients."""
+    """Make a few steps with random gradients."""
     for step in range(STEPS):
         for parameter, gradient in zip(parameters, gradients(step, dtype), strict=True):
             parameter.grad = gradient
@@ -46,13 +46,12 @@ def train(optimizer: object, parameters: list[nn.Parameter], dtype: torch.dtype 
     return [parameter.detach() for parameter in parameters]
 
 
-def trained_in_parts(group: dist.ProcessGroup, kind: type, rate: float, decay: float, told: bool) -> float:
-    """How far a rank's parts end from those of whole weights; `told`: whether the optimizer knows of the other
-    ranks."""
+def trained_in_parts(group: dist.ProcessGroup, kind: type, rate: float, decay: float, is_sharded: bool) -> float:
+    """The largest error of a rank's shards; with `is_sharded` the optimizer knows that the weights are sharded."""
     whole = weights()
     dense = train(kind(groups(whole, decay), rate), whole)
     parts = [nn.Parameter(part(weight, group).clone()) for weight in weights()]
-    optimizer = kind(groups(parts, decay), rate, sharded_over=group if told else None)
+    optimizer = kind(groups(parts, decay), rate, sharded_over=group if is_sharded else None)
     for step in range(STEPS):
         for parameter, gradient in zip(parts, gradients(step), strict=True):
             parameter.grad = part(gradient, group).clone()

@@ -1,4 +1,4 @@
-"""LAMB against its formula, against pytorch_optimizer, and with its weights in parts over ranks."""
+"""LAMB compared with its formula, with pytorch_optimizer, and with weights sharded over ranks."""
 
 import math
 
@@ -37,8 +37,8 @@ def test_two_steps_are_the_papers_formula() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 def test_equal_to_pytorch_optimizer(decay: float) -> None:
-    """Theirs leaves the bias of m and v in r, and the ratio takes any factor of r + λw out again: so its λ is divided
-    by that of r."""
+    """pytorch_optimizer leaves the bias of m and v in r. The trust ratio cancels any factor of r + λw, so its λ is
+    divided by the factor of r."""
     from pytorch_optimizer import Lamb as Theirs
 
     ours, theirs = weights(torch.float32)[:1], weights(torch.float32)[:1]  # it would scale a bias, too
@@ -46,9 +46,7 @@ def test_equal_to_pytorch_optimizer(decay: float) -> None:
         ours[0].mul_(5)  # a norm above the bound of 10
         theirs[0].mul_(5)
     reference = Theirs(theirs, lr=0.01, adam_debias=True, weight_decouple=False, eps=1e-12)
-    optimizer = Lamb(
-        split_by_decay(ours, decay), 0.01, eps=1e-12
-    )  # without the bias of moments an eps weighs otherwise
+    optimizer = Lamb(split_by_decay(ours, decay), 0.01, eps=1e-12)  # eps weighs differently without that bias
     for step in range(4):
         unbiased = math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
         reference.param_groups[0]["weight_decay"] = decay / unbiased
@@ -68,7 +66,7 @@ def test_bounds_of_the_norm() -> None:
     assert stepped([0.3, 0.4], [1.0, 1.0], bounds=(1.0, 10.0)).norm().item() == pytest.approx(1)
 
 
-def test_norms_of_zero_take_adams_step_and_vectors_always_do() -> None:
+def test_zero_norms_and_vectors_take_adams_step() -> None:
     assert stepped([0.0, 0.0], [1e-3, -1e3]).tolist() == pytest.approx([1, -1], rel=2e-3)
     assert stepped([0.0, 0.0], [0.0, 0.0]).tolist() == [0, 0]
     bias = nn.Parameter(torch.tensor([5.0]))
@@ -77,12 +75,12 @@ def test_norms_of_zero_take_adams_step_and_vectors_always_do() -> None:
     assert bias.item() == pytest.approx(4.5)
 
 
-def test_parts_over_ranks_are_stepped_as_the_whole(ranks: Ranks) -> None:
+def test_sharded_steps_equal_unsharded_steps(ranks: Ranks) -> None:
     assert max(ranks(3, trained_in_parts, Lamb, 0.1, DECAY, True)) <= 1e-12
     assert max(ranks(3, trained_in_parts, Lamb, 0.1, DECAY, False)) > 1e-3
 
 
-def test_groups_of_shapes_are_those_that_the_optimizer_makes() -> None:
+def test_groups_by_shape_equal_split_by_decay() -> None:
     found, wanted = split_by_decay(weights(), DECAY), groups(weights(), DECAY)
     assert [[p.shape for p in group["params"]] for group in found] == [
         [p.shape for p in group["params"]] for group in wanted

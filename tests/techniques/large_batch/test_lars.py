@@ -1,4 +1,4 @@
-"""LARS against its formula, against pytorch_optimizer, and with its weights in parts over ranks."""
+"""LARS compared with its formula, with pytorch_optimizer, and with weights sharded over ranks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DECAY = 0.1
 
 def test_one_step_is_the_papers_formula() -> None:
     weight, bias = nn.Parameter(torch.tensor([[3.0, 4.0]])), nn.Parameter(torch.tensor([1.0]))
-    # Against the weight: ‖g + βw‖ is not ‖g‖ + β‖w‖.
+    # The gradient points against the weight, so ‖g + βw‖ is not ‖g‖ + β‖w‖.
     weight.grad, bias.grad = torch.tensor([[-0.6, -0.8]]), torch.tensor([2.0])
     Lars(split_by_decay([weight, bias], DECAY), lr=0.5, trust=0.01).step()
     rate = 0.01 * 5 / (1 + DECAY * 5)
@@ -38,7 +38,7 @@ def test_equal_to_pytorch_optimizer() -> None:
 
 
 @pytest.mark.parametrize("zero", ["weight", "gradient"])
-def test_a_norm_of_zero_gives_the_rate_that_all_layers_carry(zero: str) -> None:
+def test_a_zero_norm_gives_the_trust_rate(zero: str) -> None:
     weight = nn.Parameter(torch.zeros(1, 2) if zero == "weight" else torch.ones(1, 2))
     weight.grad = torch.zeros(1, 2) if zero == "gradient" else torch.ones(1, 2)
     before = weight.detach().clone()
@@ -47,6 +47,6 @@ def test_a_norm_of_zero_gives_the_rate_that_all_layers_carry(zero: str) -> None:
     assert torch.allclose(before - weight, torch.full((1, 2), 0.001 * step), rtol=1e-3)
 
 
-def test_parts_over_ranks_are_stepped_as_the_whole(ranks: Ranks) -> None:
+def test_sharded_steps_equal_unsharded_steps(ranks: Ranks) -> None:
     assert max(ranks(3, trained_in_parts, Lars, 50.0, DECAY, True)) <= 1e-12
     assert max(ranks(3, trained_in_parts, Lars, 50.0, DECAY, False)) > 1e-3  # each by the norm of its own part

@@ -1,4 +1,4 @@
-"""Learning rates by the size of the batch."""
+"""Learning rates scaled with the batch size."""
 
 import math
 
@@ -8,15 +8,15 @@ import distlab.techniques.large_batch as optimizers
 
 
 @pytest.mark.parametrize("k", [1, 2, 8, 32])
-def test_factors(k: int) -> None:
+def test_scaling_factors(k: int) -> None:
     assert optimizers.unscaled(k) == 1
     assert optimizers.sqrt(k) == math.sqrt(k)
     assert optimizers.linear(k) == k
 
 
-def test_warmup_begins_at_the_base_rate_and_stays_where_it_ends() -> None:
+def test_warmup_starts_at_the_base_rate() -> None:
     found = [optimizers.warmup(8, step, 4) for step in range(7)]
-    assert found == [1, 2.75, 4.5, 6.25, 8, 8, 8]  # the lesson's began at 8/4, and forgot what comes after
+    assert found == [1, 2.75, 4.5, 6.25, 8, 8, 8]  # the lesson's starts at 8/4 and does not say how it goes on
     assert optimizers.warmup(8, 0, 0) == 8
     assert {optimizers.warmup(1, step, 4) for step in range(9)} == {1.0}
 

@@ -1,4 +1,4 @@
-"""A grid of ranks: each axis has the ranks that differ along it alone, and their sums stay within it."""
+"""A mesh of ranks: the group of an axis contains the ranks that differ only along it, and sums stay within it."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.warm_ranks import Ranks
 
 
 def places(group: dist.ProcessGroup, sizes: dict[str, int]) -> dict[str, tuple[int, int, list[int], float]]:
-    """Along each axis: this rank's place, the length, the ranks, and the sum of their numbers by a collective there."""
+    """For each axis: this rank's index, the size, the ranks, and the result of an all_reduce along it."""
     mesh, found = Mesh.grid(sizes, group), {}
     for axis in sizes:
         number = torch.tensor(10.0 ** group.rank())
@@ -37,7 +37,7 @@ def test_three_axes_of_uneven_lengths(ranks: Ranks) -> None:
 
 
 def one_axis(group: dist.ProcessGroup, sizes: dict[str, int]) -> tuple[bool, int, int]:
-    """Whether the mesh's group is the one that it was made of, and what an axis that is not there is like."""
+    """Whether the mesh uses the group it was made from, and the size and index of an axis that does not exist."""
     mesh = Mesh.grid(sizes, group)
     return mesh.group is group, mesh.size("absent"), mesh.index("absent")
 
@@ -47,19 +47,19 @@ def test_a_mesh_of_one_axis_is_the_group_itself(ranks: Ranks) -> None:
 
 
 def together(group: dist.ProcessGroup, sizes: dict[str, int], axes: tuple[str, ...]) -> tuple[str, list[int], bool]:
-    """The group over several axes: its description, its ranks, and whether it is made once."""
+    """The group over several axes: its description, its ranks, and whether it is created only once."""
     mesh = Mesh.grid(sizes, group)
     made = mesh.across(*axes)
     return made.group_desc, dist.get_process_group_ranks(made), mesh.across(*axes) is made
 
 
-def test_a_group_over_two_axes_has_those_that_differ_along_either(ranks: Ranks) -> None:
+def test_a_group_over_two_axes_contains_their_ranks(ranks: Ranks) -> None:
     found = ranks(8, together, {"cp": 2, "tp": 2, "dp": 2}, ("dp", "cp"))
     assert [of_rank[1] for of_rank in found] == [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]] * 2
     assert {(description, once) for description, _, once in found} == {("mesh_dp_cp", True)}
 
 
-def test_a_group_over_axes_of_which_one_is_long_is_that_axis(ranks: Ranks) -> None:
+def test_axes_of_size_one_add_no_ranks(ranks: Ranks) -> None:
     found = ranks(4, together, {"tp": 2, "cp": 2, "dp": 1}, ("dp", "cp"))
     assert [(description, members) for description, members, _ in found] == [
         ("mesh_cp", [0, 1]), ("mesh_cp", [0, 1]), ("mesh_cp", [2, 3]), ("mesh_cp", [2, 3])
@@ -67,7 +67,7 @@ def test_a_group_over_axes_of_which_one_is_long_is_that_axis(ranks: Ranks) -> No
 
 
 def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
-    """The sentence with which a mesh is refused, or its only group."""
+    """The error message of a mesh, or the size of its group."""
     try:
         mesh = Mesh.grid(sizes, group)
         return str(mesh[axis].size() if axis else mesh.group.size())
@@ -75,10 +75,10 @@ def refused(group: dist.ProcessGroup, sizes: dict[str, int], axis: str) -> str:
         return str(error)
 
 
-def test_what_is_no_grid_is_refused(ranks: Ranks) -> None:
+def test_a_wrong_number_of_ranks_is_refused(ranks: Ranks) -> None:
     assert ranks(3, refused, {"dp": 2, "tp": 2}, "") == ["a mesh of dp 2 x tp 2 needs 4 ranks, not 3"] * 3
 
 
 @pytest.mark.parametrize(("sizes", "words"), [({"dp": 2, "tp": 4}, "name the axis"), ({"dp": 1, "tp": 8}, "8")])
-def test_one_group_is_meant_only_where_one_axis_is_long(ranks: Ranks, sizes: dict[str, int], words: str) -> None:
+def test_mesh_group_needs_a_single_long_axis(ranks: Ranks, sizes: dict[str, int], words: str) -> None:
     assert all(words in found for found in ranks(8, refused, sizes, ""))

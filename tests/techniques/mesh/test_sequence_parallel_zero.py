@@ -1,4 +1,4 @@
-"""What ranks of a slice used on their rows is summed over them before ZeRO scatters it, and nothing else is."""
+"""With sequence parallelism only gradients of replicated weights are summed over the rows' ranks before ZeRO."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[float]:
-    """Gradients of a weight that is this rank's own and of a bias that all hold, after so many microbatches; there is
-    one replica, so that a shard is all of it."""
+    """Gradients of a weight of this rank alone and of a replicated bias. There is one replica, so a shard is the whole
+    gradient."""
     torch.manual_seed(0)
     layer, alone = nn.Linear(1, 1), dist.new_group([group.rank()], use_local_synchronization=True)
     assert isinstance(alone, dist.ProcessGroup)
@@ -30,6 +30,6 @@ def summed(group: dist.ProcessGroup, stage: int, microbatches: int) -> list[floa
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_what_is_whole_is_summed_once_over_the_rows(ranks: Ranks, stage: int, microbatches: int) -> None:
+def test_replicated_gradients_are_summed_once_over_rows(ranks: Ranks, stage: int, microbatches: int) -> None:
     found = ranks(2, summed, stage, microbatches)
     assert found == [[rank * microbatches, 3 * microbatches] for rank in (1, 2)]

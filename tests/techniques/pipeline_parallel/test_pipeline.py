@@ -1,4 +1,4 @@
-"""The pipeline against the same layers in one process: every schedule, odd shapes and sizes, and what goes wrong."""
+"""The pipeline compared with the same layers in one process: every schedule, uneven shapes and sizes, and failures."""
 
 import datetime
 import gc
@@ -16,12 +16,12 @@ from distlab.techniques.collectives.phases import recorded
 from distlab.techniques.pipeline_parallel import schedules
 from distlab.techniques.pipeline_parallel.pipeline import Boundaries, Loss, Pipeline, outlined, zeros_like_outline
 from distlab.techniques.pipeline_parallel.schedules import Schedule
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 from tests.warm_ranks import MAX, Ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-WIDTHS = (3, 5, 2, 7, 4, 6, 1, 5, 2)  # of what passes between layers: no two boundaries are alike
+WIDTHS = (3, 5, 2, 7, 4, 6, 1, 5, 2)  # of the activations between layers; neighbours differ
 SIZES = (2, 1, 4, 3, 1)
 TIMEOUT_S = 1.5
 
@@ -65,7 +65,7 @@ def pipeline_of(group: dist.ProcessGroup, name: str, chunks: int = 1, microbatch
 
 
 def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None, dict[str, Tensor], int]:
-    """Two steps, the second with microbatches of other sizes: its loss, its gradients, and what was in flight."""
+    """Run two steps; return the loss, gradients and microbatches in flight of the second, which has other sizes."""
     pipeline = pipeline_of(group, name, chunks)
     pipeline.step(inputs(), loss)
     for layer in pipeline.stages.values():
@@ -82,7 +82,7 @@ def run(group: dist.ProcessGroup, name: str, chunks: int) -> tuple[float | None,
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
-def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
+def test_stages_equal_one_process(ranks: Ranks, world_size: int, name: str, chunks: int) -> None:
     dense = nn.ModuleList(layers(world_size * chunks))
     total = torch.zeros((), dtype=torch.float64)
     for microbatch, hidden in enumerate(inputs(SIZES[::-1])):
@@ -93,10 +93,10 @@ def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: st
     wanted = {key: parameter.grad for key, parameter in dense.named_parameters()}
     schedule = schedule_of(name, world_size, len(SIZES), chunks)
     seen: set[str] = set()
-    for rank, (share, gradients, in_flight) in enumerate(ranks(world_size, run, name, chunks)):
-        assert (share is None) == (rank < world_size - 1)
-        if share is not None:
-            assert share == pytest.approx(total.item(), abs=1e-12)
+    for rank, (rank_loss, gradients, in_flight) in enumerate(ranks(world_size, run, name, chunks)):
+        assert (rank_loss is None) == (rank < world_size - 1)
+        if rank_loss is not None:
+            assert rank_loss == pytest.approx(total.item(), abs=1e-12)
         for key, gradient in gradients.items():
             assert (gradient - wanted[key]).abs().max() <= 1e-12, key
         seen |= set(gradients)
@@ -105,7 +105,7 @@ def test_stages_do_what_one_process_does(ranks: Ranks, world_size: int, name: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_shape_comes_out_of_its_outline(dtype: torch.dtype) -> None:
+def test_outline_restores_shape_and_dtype(dtype: torch.dtype) -> None:
     for shape in ([], [3], [1, 2, 3, 4]):
         found = zeros_like_outline(outlined(torch.ones(shape, dtype=dtype)), torch.device("cpu"))
         assert (list(found.shape), found.dtype) == (shape, dtype)
@@ -122,7 +122,7 @@ def phases(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     return [(span.kind, span.label) for span in spans]
 
 
-def test_phases_tell_what_a_rank_did(ranks: Ranks) -> None:
+def test_phases_record_the_ranks_actions(ranks: Ranks) -> None:
     first, last = ranks(2, phases)
     assert first == [
         ("forward", "0"), ("send", "0"), ("forward", "1"), ("send", "1"),
@@ -135,8 +135,8 @@ def test_phases_tell_what_a_rank_did(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
-def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
-    """How many of the first stage's activations are alive before each of its backward passes."""
+def live_activations(group: dist.ProcessGroup) -> list[int]:
+    """How many of the first stage's activations are in memory before each of its backward passes, and at the end."""
     pipeline = pipeline_of(group, "gpipe")
     storages: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
@@ -156,16 +156,16 @@ def sent_and_alive(group: dist.ProcessGroup) -> list[int]:
     return [*alive, sum(storage() is not None for storage in storages)]
 
 
-def test_an_activation_goes_with_its_backward(ranks: Ranks) -> None:
-    first, *_ = ranks(3, sent_and_alive)
+def test_activations_are_freed_by_their_backward(ranks: Ranks) -> None:
+    first, *_ = ranks(3, live_activations)
     assert first == [5, 4, 3, 2, 1, 0]
 
 
-# --- what goes wrong ---
+# --- failures ---
 
 
 def short_group(size: int) -> dist.ProcessGroup:
-    """The first `size` ranks of the pool, with little patience; every rank of the pool has to call it."""
+    """The first `size` ranks of the pool, with a short timeout; every rank of the pool has to call this."""
     bound = datetime.timedelta(seconds=TIMEOUT_S)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -175,14 +175,14 @@ def short_group(size: int) -> dist.ProcessGroup:
 
 
 class Silent(Boundaries):
-    """Computes, and sends nothing on."""
+    """Computes, but does not send results."""
 
     def send_result(self, action: schedules.Action, tensor: Tensor) -> None:
-        """Lose it."""
+        """Discard the tensor."""
 
 
 def failing(group: dist.ProcessGroup, name: str, culprit: int, raises: bool) -> tuple[str, float]:
-    """The error of this rank where `culprit` goes wrong between receiving and sending, and when it came."""
+    """This rank's error, and the seconds until it, if `culprit` fails between receiving and sending."""
     ours = short_group(3)
     if group.rank() >= 3:
         return "", 0.0
@@ -208,14 +208,14 @@ def broken_loss(microbatch: int, output: Tensor, *, raises: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_rank_that_sends_nothing_is_named_by_those_who_wait_for_it(ranks: Ranks, name: str) -> None:
+def test_waiting_ranks_name_a_silent_rank(ranks: Ranks, name: str) -> None:
     first, _, last, *_ = ranks(MAX, failing, name, 1, False)
     assert "receive from rank 1 failed" in first[0]
     assert "receive from rank 1 failed" in last[0]
     assert max(first[1], last[1]) < 3 * TIMEOUT_S
 
 
-def test_a_rank_that_raises_between_receive_and_send_lets_no_other_hang(ranks: Ranks) -> None:
+def test_an_error_between_receive_and_send_hangs_nobody(ranks: Ranks) -> None:
     first, middle, last, *_ = ranks(MAX, failing, "1f1b", 2, True)
     assert last[0] == "no loss today"
     assert "from rank 2 failed" in middle[0] or "to rank 2 failed" in middle[0]

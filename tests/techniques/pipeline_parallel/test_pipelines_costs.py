@@ -1,4 +1,4 @@
-"""The formulas of pipelines: papers' figures, and bytes and bubble against the schedules themselves."""
+"""The formulas of pipelines compared with papers' figures and with the simulated schedules."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from distlab.techniques.pipeline_parallel.schedules import (
     zb_h1,
     zbv,
 )
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,8 +50,8 @@ def made(ranks: int, microbatches: int, chunks: int) -> dict[str, Schedule]:
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 4))
-def test_formulas_are_those_of_the_schedules(ranks: int, microbatches: int, chunks: int) -> None:
-    """The idle share, what runs ahead and what is held, fewer microbatches than ranks included."""
+def test_formulas_equal_the_simulated_schedules(ranks: int, microbatches: int, chunks: int) -> None:
+    """Idle share, warm-up passes and microbatches in flight, also for fewer microbatches than ranks."""
     for name, schedule in made(ranks, microbatches, chunks).items():
         spans = simulate(schedule, LASTS)
         stages = len(owners(schedule)) // ranks
@@ -72,7 +72,7 @@ def test_more_chunks_and_more_microbatches_shrink_the_bubble(ranks: int, microba
     assert share <= bubble(ranks, microbatches) + 1e-12
 
 
-def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() -> None:
+def test_microbatches_in_flight_of_1f1b_and_gpipe() -> None:
     assert [in_flight("1f1b", 4, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [in_flight("1f1b", 4, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
     assert [in_flight("gpipe", 4, 8, rank) for rank in range(4)] == [8, 8, 8, 8]
@@ -80,13 +80,13 @@ def test_in_flight_is_bounded_by_the_pipe_in_1f1b_and_by_the_batch_in_gpipe() ->
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
-def test_ends_are_those_at_which_the_schedule_sends(ranks: int, microbatches: int, chunks: int) -> None:
+def test_pipeline_ends_equal_the_schedules_sends(ranks: int, microbatches: int, chunks: int) -> None:
     for rank, actions in enumerate(interleaved(ranks, microbatches, chunks)):
-        takers = [consumer_of(action, ranks * chunks) for action in actions]
-        sent = sum(taker is not None and taker.stage % ranks != rank for taker in takers)
+        consumers = [consumer_of(action, ranks * chunks) for action in actions]
+        sent = sum(consumer is not None and consumer.stage % ranks != rank for consumer in consumers)
         assert sent == microbatches * pipeline_ends(ranks, chunks, rank)
     places = folded(ranks)
     for rank, actions in enumerate(zbv(ranks, microbatches)):
-        takers = [consumer_of(action, 2 * ranks) for action in actions]
-        sent = sum(taker is not None and places[taker.stage] != rank for taker in takers)
+        consumers = [consumer_of(action, 2 * ranks) for action in actions]
+        sent = sum(consumer is not None and places[consumer.stage] != rank for consumer in consumers)
         assert sent == microbatches * pipeline_ends(ranks, 2, rank, folded=True)

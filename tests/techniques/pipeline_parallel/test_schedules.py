@@ -1,4 +1,4 @@
-"""Schedules without a process: complete, in order, free of deadlock."""
+"""Schedules without processes: they are complete, in order and free of deadlock."""
 
 from collections import Counter, defaultdict
 
@@ -23,16 +23,16 @@ from distlab.techniques.pipeline_parallel.schedules import (
     zb_h1,
     zbv,
 )
-from tests.techniques.pipeline_parallel.held import most_in_flight
+from tests.techniques.pipeline_parallel.in_flight import most_in_flight
 
 pytestmark = pytest.mark.timeout(60)
 
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 20), st.integers(1, 4)
-Message = tuple[int, int, Action]  # from, to, and the action that takes it
+Message = tuple[int, int, Action]  # from, to, and the action that uses it
 
 
 def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple[Schedule, int, int]]:
-    """Each schedule, with its number of microbatches and of stages a rank."""
+    """Each schedule, with its number of microbatches and of stages per rank."""
     return {
         "one_microbatch": (one_microbatch(ranks), 1, 1),
         "gpipe": (gpipe(ranks, microbatches), microbatches, 1),
@@ -44,26 +44,26 @@ def all_schedules(ranks: int, microbatches: int, chunks: int) -> dict[str, tuple
 
 
 def message_of(action: Action, places: list[int]) -> Message | None:
-    """What `action` sends to another rank, by the rank of each stage."""
-    taker = consumer_of(action, len(places))
-    if taker is None or places[taker.stage] == places[action.stage]:
+    """The message that `action` sends to another rank; `places` is the rank of each stage."""
+    consumer = consumer_of(action, len(places))
+    if consumer is None or places[consumer.stage] == places[action.stage]:
         return None
-    return places[action.stage], places[taker.stage], taker
+    return places[action.stage], places[consumer.stage], consumer
 
 
-def awaited_by(action: Action, places: list[int]) -> Message | None:
-    """What `action` receives from another rank."""
+def received_by(action: Action, places: list[int]) -> Message | None:
+    """The message that `action` receives from another rank."""
     needed = producer_of(action, len(places))
     if needed is None or places[needed.stage] == places[action.stage]:
         return None
     return places[needed.stage], places[action.stage], action
 
 
-# --- what is done, and in what order ---
+# --- actions and their order ---
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_each_microbatch_passes_each_stage_once_and_forward_first(ranks: int, microbatches: int, chunks: int) -> None:
+def test_each_microbatch_passes_each_stage_once(ranks: int, microbatches: int, chunks: int) -> None:
     for schedule, number, stages in all_schedules(ranks, microbatches, chunks).values():
         assert len(schedule) == ranks
         for rank, actions in enumerate(schedule):
@@ -82,7 +82,7 @@ def test_each_microbatch_passes_each_stage_once_and_forward_first(ranks: int, mi
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_gradients_are_added_in_the_order_of_microbatches(ranks: int, microbatches: int, chunks: int) -> None:
+def test_gradients_accumulate_in_microbatch_order(ranks: int, microbatches: int, chunks: int) -> None:
     for schedule, number, _ in all_schedules(ranks, microbatches, chunks).values():
         for actions in schedule:
             by_stage = defaultdict(list)
@@ -101,14 +101,14 @@ def test_sends_match_receives(ranks: int, microbatches: int, chunks: int) -> Non
         sent, received, places = [], [], owners(schedule)
         for actions in schedule:
             sent += [message_of(action, places) for action in actions]
-            received += [awaited_by(action, places) for action in actions]
+            received += [received_by(action, places) for action in actions]
         assert Counter(filter(None, sent)) == Counter(filter(None, received))
         assert max(Counter(filter(None, sent)).values(), default=1) == 1
 
 
 @given(RANKS, MICROBATCHES)
 def test_a_pair_sends_and_receives_in_one_order(ranks: int, microbatches: int) -> None:
-    """Without tags (NCCL) a pair's messages match by their order alone."""
+    """Without tags (NCCL), messages between two ranks match by order alone."""
     for name in ("one_microbatch", "gpipe", "1f1b", "zb_h1"):
         schedule, _, _ = all_schedules(ranks, microbatches, 1)[name]
         assert in_one_order(schedule), name
@@ -121,24 +121,24 @@ def test_two_ranks_with_chunks_need_tags() -> None:
 def in_one_order(schedule: Schedule) -> bool:
     places = owners(schedule)
     sent = [filter(None, (message_of(action, places) for action in actions)) for actions in schedule]
-    received = [filter(None, (awaited_by(action, places) for action in actions)) for actions in schedule]
+    received = [filter(None, (received_by(action, places) for action in actions)) for actions in schedule]
     orders: list[dict[tuple[int, int], list[Action]]] = [defaultdict(list), defaultdict(list)]
     for order, messages in zip(orders, (sent, received), strict=True):
-        for source, target, taker in (message for of_rank in messages for message in of_rank):
-            order[source, target].append(taker)
+        for source, target, consumer in (message for of_rank in messages for message in of_rank):
+            order[source, target].append(consumer)
     return orders[0] == orders[1]
 
 
-# --- deadlock, where a send ends only when its receive is posted ---
+# --- deadlock, if a send ends only when its receive is posted ---
 
 
-def ends(schedule: Schedule, *, waits_for_sends: bool, ahead: int = 2) -> bool:
-    """Whether all ranks come through, if each has `ahead` receives posted at any time and waits for no send.
+def completes(schedule: Schedule, *, waits_for_sends: bool, ahead: int = 2) -> bool:
+    """Whether all ranks finish if each has `ahead` receives posted at any time and never waits for its sends.
 
-    With `waits_for_sends` it is the simplest rule: a receive is posted when it is needed, a send ends when it is received.
+    With `waits_for_sends`, a receive is posted only when it is needed, and the rank waits until its send is received.
     """
     ranks, places = len(schedule), owners(schedule)
-    awaited = [[awaited_by(action, places) for action in actions] for actions in schedule]
+    awaited = [[received_by(action, places) for action in actions] for actions in schedule]
     receives = [[message for message in of_rank if message] for of_rank in awaited]
     done = [0] * ranks  # actions of each rank
     sending: list[Message | None] = [None] * ranks
@@ -174,30 +174,30 @@ def ends(schedule: Schedule, *, waits_for_sends: bool, ahead: int = 2) -> bool:
 
 
 @given(RANKS, MICROBATCHES, CHUNKS, st.sampled_from([1, 2, 100]))
-def test_no_deadlock_where_no_send_is_waited_for(ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
+def test_no_deadlock_with_asynchronous_sends(ranks: int, microbatches: int, chunks: int, ahead: int) -> None:
     for name, (schedule, _, _) in all_schedules(ranks, microbatches, chunks).items():
-        assert ends(schedule, waits_for_sends=False, ahead=ahead), name
+        assert completes(schedule, waits_for_sends=False, ahead=ahead), name
 
 
-def test_blocking_sends_in_the_order_of_1f1b_do_deadlock() -> None:
-    assert ends(gpipe(4, 8), waits_for_sends=True)
-    assert ends(one_forward_one_backward(4, 1), waits_for_sends=True)
-    assert not ends(one_forward_one_backward(4, 8), waits_for_sends=True)
-    assert not ends(one_forward_one_backward(2, 2), waits_for_sends=True)
+def test_blocking_sends_deadlock_in_1f1b() -> None:
+    assert completes(gpipe(4, 8), waits_for_sends=True)
+    assert completes(one_forward_one_backward(4, 1), waits_for_sends=True)
+    assert not completes(one_forward_one_backward(4, 8), waits_for_sends=True)
+    assert not completes(one_forward_one_backward(2, 2), waits_for_sends=True)
 
 
 Launch = frozenset[tuple[str, Message]]
 
 
 def launches(actions: list[Action], places: list[int]) -> list[Launch]:
-    """The rule for NCCL: a receive is launched with the send just before it, if its action comes right after; gradients
-    of weights between them take nothing."""
+    """The rule for NCCL: a receive is launched together with the send before it, if no action but weight gradients lies
+    between them."""
     found: list[Launch] = []
     open_send: Message | None = None
     for action in actions:
         if action.kind == "weight":
             continue
-        awaited = awaited_by(action, places)
+        awaited = received_by(action, places)
         parts = {("send", open_send)} if open_send else set()
         parts |= {("receive", awaited)} if awaited else set()
         found += [frozenset(parts)] if parts else []
@@ -205,8 +205,8 @@ def launches(actions: list[Action], places: list[int]) -> list[Launch]:
     return [*found, frozenset({("send", open_send)})] if open_send else found
 
 
-def launches_end(queues: list[list[Launch]]) -> bool:
-    """Whether all launches end, if each waits for the one before it, and for the other ends of its messages."""
+def launches_complete(queues: list[list[Launch]]) -> bool:
+    """Whether all launches end if each waits for the one before it and for the other ends of its messages."""
     place = [0] * len(queues)
     moved = True
     while moved:
@@ -224,35 +224,35 @@ def launches_end(queues: list[list[Launch]]) -> bool:
 
 
 @given(RANKS, st.integers(1, 12), st.integers(1, 3))
-def test_no_deadlock_where_messages_run_in_order_of_launch(ranks: int, microbatches: int, chunks: int) -> None:
+def test_no_deadlock_with_grouped_nccl_launches(ranks: int, microbatches: int, chunks: int) -> None:
     for name, (schedule, _, stages) in all_schedules(ranks, microbatches, chunks).items():
         if stages == 1 and name != "interleaved":  # as the next test shows
-            assert launches_end([launches(actions, owners(schedule)) for actions in schedule]), name
+            assert launches_complete([launches(actions, owners(schedule)) for actions in schedule]), name
 
 
-def test_launches_of_chunks_do_deadlock() -> None:
-    assert not launches_end([launches(actions, [0, 1, 2, 3] * 2) for actions in interleaved(4, 8, 2)])
+def test_interleaved_nccl_launches_deadlock() -> None:
+    assert not launches_complete([launches(actions, [0, 1, 2, 3] * 2) for actions in interleaved(4, 8, 2)])
 
 
-def test_launches_apart_do_deadlock() -> None:
-    apart = [
+def test_separate_nccl_launches_deadlock() -> None:
+    separate = [
         [frozenset({part}) for launch in launches(actions, [0, 1]) for part in sorted(launch, reverse=True)]
         for actions in one_forward_one_backward(2, 4)
     ]
-    assert not launches_end(apart)
+    assert not launches_complete(separate)
 
 
-# --- memory; the bubble is held against its formula in tests/techniques/pipeline_parallel/test_pipelines_costs.py ---
+# --- memory; tests/techniques/pipeline_parallel/test_pipelines_costs.py compares the bubble with its formula ---
 
 
-def test_interleaving_keeps_groups_of_p_in_flight_and_not_the_whole_batch() -> None:
+def test_interleaving_limits_microbatches_in_flight() -> None:
     assert most_in_flight(interleaved(4, 64, 2)[0]) == 4 + 2 * 3 + 1
 
 
 # --- the simulator ---
 
 
-def test_simulation_waits_for_what_an_action_needs() -> None:
+def test_simulation_waits_for_dependencies() -> None:
     spans = simulate(one_forward_one_backward(2, 2), {"forward": 1, "backward": 2})
     assert [(span.kind, span.label, span.start_s, span.end_s) for span in spans[1]] == [
         ("forward", "0", 1, 2), ("backward", "0", 2, 4), ("forward", "1", 4, 5), ("backward", "1", 5, 7),
@@ -265,12 +265,12 @@ def test_simulation_waits_for_what_an_action_needs() -> None:
     ]  # fmt: skip
 
 
-def test_simulation_names_who_waits_for_ever() -> None:
+def test_simulation_names_the_deadlocked_rank() -> None:
     first, second = one_forward_one_backward(2, 2)
     with pytest.raises(ValueError, match=r"rank 0 waits for ever.*backward.*stage=0"):
         simulate([first[::-1], second], {"forward": 1, "backward": 2})
 
 
-def test_dualpipev_says_what_it_takes() -> None:
+def test_dualpipev_needs_2p_microbatches() -> None:
     with pytest.raises(ValueError, match="dualpipev takes at least 2p = 6 microbatches, not 5"):
         dualpipev(3, 5)

@@ -1,5 +1,4 @@
-"""Cutting a model: which layers go where, which rank holds which parameter, and gradients of those that several
-hold."""
+"""Cutting a model into stages: layers per stage, parameters per rank, and gradients of shared parameters."""
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @given(st.integers(1, 40), st.integers(1, 16), st.integers(0, 2), st.integers(0, 2))
-def test_layers_are_divided_as_tensor_split_divides(counted: int, stages: int, first: int, last: int) -> None:
+def test_layers_are_divided_like_tensor_split(counted: int, stages: int, first: int, last: int) -> None:
     num_layers = first + counted + last
     if counted < stages:
         with pytest.raises(ValueError, match=f"{counted} layers are fewer than {stages} stages"):
@@ -31,7 +30,7 @@ def test_layers_are_divided_as_tensor_split_divides(counted: int, stages: int, f
 
 
 class Tied(nn.Module):
-    """Four layers, of which the first, the third and the last share one matrix."""
+    """Four layers; the first, third and last share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ def parts_of(rank: int, ranks: int, stages: int | None = None) -> Parts:
     )
 
 
-def test_every_rank_knows_who_holds_what() -> None:
+def test_every_rank_knows_the_holders_of_parameters() -> None:
     for rank in range(4):
         parts = parts_of(rank, 4)
         assert parts.holders == {"layers.0.weight": (0, 2, 3), "layers.1.weight": (1,), "layers.1.bias": (1,)}
@@ -62,7 +61,7 @@ def test_a_stage_keeps_the_dense_names() -> None:
     assert [name for name, _ in parts.stages[1].named_parameters()] == ["layers.2.weight"]  # the same matrix twice
 
 
-def test_chunks_of_one_rank_share_without_a_message() -> None:
+def test_tied_weights_on_one_rank_need_no_message() -> None:
     parts = parts_of(0, 1, stages=4)
     assert list(parts.stages) == [0, 1, 2, 3]
     assert parts.shared == []

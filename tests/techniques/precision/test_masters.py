@@ -1,4 +1,4 @@
-"""Master weights: small updates add up in float32, and nowhere else."""
+"""Master weights: small updates add up in float32, but not in 16 bits."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SCALE, STEPS = 1024.0, 64
 
 
 def after(persistent: bool) -> tuple[float, Masters]:
-    """A weight of 1 in bf16, moved by 2^-10 at each of 64 steps: its next neighbour is 2^-7 away."""
+    """A weight of 1 in bf16 after 64 steps of 2^-10 each; the next larger bf16 number is 2^-7 away."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     masters = Masters([weight], [torch.ones(1)], persistent=persistent)
     optimizer = PlainSGD(masters.parameters, lr=1.0)
@@ -25,14 +25,14 @@ def after(persistent: bool) -> tuple[float, Masters]:
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_small_updates(persistent: bool) -> None:
+def test_small_updates_need_persistent_masters(persistent: bool) -> None:
     value, masters = after(persistent)
     assert value == (1 + STEPS / 1024 if persistent else 1.0)
-    assert masters.parameters[0].numel() == persistent  # a copy is gone after its update
+    assert masters.parameters[0].numel() == persistent  # a temporary copy is freed after its update
     assert masters.parameters[0].grad is None
 
 
-def test_unscaling_in_16_bits_would_underflow_again() -> None:
+def test_unscaling_in_float32_avoids_underflow() -> None:
     gradient = torch.tensor([1e-8 * 65536], dtype=torch.float16)
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     weight.grad = gradient

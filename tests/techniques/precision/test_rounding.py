@@ -1,4 +1,4 @@
-"""What a unit in the last place is."""
+"""The size of a unit in the last place."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The scale of the loss against torch.amp.GradScaler, step by step."""
+"""The loss scale compared with torch.amp.GradScaler, step by step."""
 
 import random
 
@@ -25,7 +25,7 @@ def scales_of_torch(overflows: list[bool], start: float) -> list[float]:
 
 
 @pytest.mark.parametrize("start", [65536.0, 2.0**126])
-def test_the_scale_is_that_of_torchs_own(start: float) -> None:
+def test_scale_equals_torchs_grad_scaler(start: float) -> None:
     draw = random.Random(4)
     overflows = [draw.random() < 0.2 for _ in range(60)]
     assert True in overflows[:20] and False in overflows
@@ -37,7 +37,7 @@ def test_the_scale_is_that_of_torchs_own(start: float) -> None:
     assert len(set(scales)) > 3
 
 
-def test_it_does_not_grow_out_of_float32() -> None:
+def test_scale_stays_within_float32() -> None:
     quiet = [False] * 9
     ours = LossScale(2.0**126, interval=INTERVAL)
     for overflow in quiet:
@@ -45,7 +45,7 @@ def test_it_does_not_grow_out_of_float32() -> None:
     assert ours.value == scales_of_torch(quiet, 2.0**126)[-1] == 2.0**127
 
 
-def test_defaults_are_torchs() -> None:
+def test_defaults_equal_torchs() -> None:
     ours, theirs = LossScale(), torch.amp.GradScaler("cpu")
     assert ours.value == theirs.get_scale() == 65536
     assert (ours.growth, ours.backoff, ours.interval) == (
@@ -54,6 +54,6 @@ def test_defaults_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("bad", ["inf", "-inf", "nan"])
-def test_one_element_is_enough(bad: str) -> None:
+def test_one_non_finite_element_is_detected(bad: str) -> None:
     assert all_finite([torch.ones(3), torch.zeros(2)])
     assert not all_finite([torch.ones(3), torch.tensor([0.0, float(bad)])])

@@ -1,4 +1,4 @@
-"""Flat units: who owns which run of a layer, and what memory there is when."""
+"""Flat units: which rank owns which run of a layer, and when its memory is allocated."""
 
 import pytest
 import torch
@@ -29,12 +29,12 @@ def test_every_number_has_one_owner(numels: list[int], num_ranks: int, keeps_who
     assert all(unit.local.numel() == unit.chunk for unit in units)
 
 
-def test_a_unit_of_two_numbers_leaves_ranks_with_none() -> None:
+def test_small_units_leave_ranks_without_elements() -> None:
     lengths = [unit_of([1, 1], 4, rank, keeps_whole=False).length for rank in range(4)]
     assert lengths == [1, 1, 0, 0]
 
 
-def test_weights_come_and_go_in_one_storage() -> None:
+def test_weights_are_allocated_and_freed_in_one_storage() -> None:
     unit = unit_of([6, 4], 3, 1, keeps_whole=False)
     storage = unit.whole.untyped_storage()
     assert storage.nbytes() == 0
@@ -47,22 +47,22 @@ def test_weights_come_and_go_in_one_storage() -> None:
     assert unit.named["p6"].tolist() == [6, 7, 8, 9]
     unit.free()
     assert storage.nbytes() == 0
-    assert unit.master.tolist() == [4, 5, 6, 7]  # the shard has memory of its own
+    assert unit.master.tolist() == [4, 5, 6, 7]  # the shard has its own memory
 
 
-def test_a_kept_unit_has_no_memory_twice() -> None:
+def test_a_kept_unit_stores_its_weights_once() -> None:
     unit = unit_of([6, 4], 3, 1, keeps_whole=True)
     assert unit.master.untyped_storage().data_ptr() == unit.whole.untyped_storage().data_ptr()
 
 
-def test_masters_of_16_bit_weights_are_32() -> None:
+def test_masters_of_bfloat16_weights_are_float32() -> None:
     unit = unit_of([5], 2, 0, keeps_whole=False, dtype=torch.bfloat16)
     assert (unit.local.dtype, unit.master.dtype) == (torch.bfloat16, torch.float32)
     unit.add_gradient(torch.full((3,), 0.5, dtype=torch.bfloat16), keeps=False)
     unit.deliver()
     assert unit.master.grad is not None and unit.master.grad.dtype == torch.float32
     with torch.no_grad():
-        # Less than a step of bfloat16 at 1 and 2: the master keeps it, the weight does not show it.
+        # Smaller than the spacing of bfloat16 at 1 and 2: the master changes, the weight does not.
         unit.master.add_(1e-4)
     unit.refresh()
     assert unit.master.grad is None  # only the 16-bit gradient stays

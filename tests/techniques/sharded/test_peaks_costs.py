@@ -1,4 +1,4 @@
-"""The peak of a step: the bytes of one process's passes at each moment, plus what the strategy stores then."""
+"""The peak memory of a step: one process's bytes at each moment, plus the bytes that the strategy stores then."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 
 from distlab.techniques.sharded.costs import PassEvent, Replicated, adamw_scratch_bytes, pass_peak, shown_on
 
-# A pass of one layer with parameters of 10 and 2 numbers: activations of 100 bytes, gone with the gradients.
+# A pass of one layer with parameters of 10 and 2 numbers, and 100 bytes of activations that its gradients free.
 PASSES = [
     PassEvent("batch", highest=30, live=20),
     PassEvent("layer", 0, highest=20, live=20),
@@ -19,7 +19,7 @@ PASSES = [
 ]
 
 
-def test_buckets_count_all_the_time_and_single_gradients_once_delivered() -> None:
+def test_peak_with_buckets_and_with_single_gradients() -> None:
     assert pass_peak(PASSES, Replicated(1000, 48, 4, in_buckets=True)) == 1000 + 48 + 160
     # The fresh gradient of 40 is part of the 160. Once delivered it stays, next to the 128 before the next one.
     assert pass_peak(PASSES, Replicated(1000, 48, 4, in_buckets=False)) == 1000 + 40 + 128
@@ -28,7 +28,7 @@ def test_buckets_count_all_the_time_and_single_gradients_once_delivered() -> Non
 
 
 class Spike:
-    """Stores 500 bytes for a moment while it delivers a gradient."""
+    """Stores 500 bytes for a moment while a gradient is delivered."""
 
     def stored_bytes(self) -> float:
         return 7.0
@@ -48,6 +48,6 @@ def test_adamw_keeps_the_last_denominator_while_it_computes_the_next(sizes: list
     assert adamw_scratch_bytes(sizes, 4) == 4 * numbers
 
 
-def test_on_a_gpu_the_peak_is_only_shown() -> None:
+def test_gpu_peak_is_informational() -> None:
     assert shown_on("cpu") == ""
     assert "GPU" in shown_on("cuda")

@@ -1,4 +1,4 @@
-"""What stands in memory at rest, against the numbers that the ZeRO paper printed."""
+"""Memory between steps, compared with the figures of the ZeRO paper."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from distlab.techniques.sharded.costs import MIXED_PRECISION, mixed_precision_by
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_papers_figure_1(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters on 64 ranks, Adam in mixed precision (K = 12)."""
-    held = rest_bytes(stage, 7.5e9, 7.5e9 / 64, itemsize=2, masters=True)
-    assert round(sum(held.values()) / 1e9, 1) == gigabytes
-    assert set(held) < set(CLASSES)
+    memory = rest_bytes(stage, 7.5e9, 7.5e9 / 64, itemsize=2, masters=True)
+    assert round(sum(memory.values()) / 1e9, 1) == gigabytes
+    assert set(memory) < set(CLASSES)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -23,15 +23,15 @@ def test_float32_with_adam_and_without(ranks: int) -> None:
     assert sgd == pytest.approx([8, 8, 4 + 4 / ranks, 8 / ranks], rel=1e-12)
 
 
-def test_uneven_shards_together_are_the_whole_and_steps_are_counted_a_tensor() -> None:
-    shards = [rest_bytes(3, 10, held) for held in (4, 4, 2)]
-    assert {name: sum(held[name] for held in shards) for name in shards[0]} == rest_bytes(0, 10, 10)
+def test_uneven_shards_add_up_with_steps_per_tensor() -> None:
+    shards = [rest_bytes(3, 10, numel) for numel in (4, 4, 2)]
+    assert {name: sum(shard[name] for shard in shards) for name in shards[0]} == rest_bytes(0, 10, 10)
     assert rest_bytes(2, 10, 2, num_tensors=3) == {"parameters": 40, "gradients": 8, "optimizer": 16 + 12}
-    bfloat16 = rest_bytes(0, 10, 10, itemsize=2)  # the moments are then in it too
+    bfloat16 = rest_bytes(0, 10, 10, itemsize=2)  # the moments are then bfloat16 too
     assert bfloat16 == {"parameters": 20, "gradients": 20, "optimizer": 40}
 
 
-def test_the_lessons_rule_of_thumb_is_half_of_what_adam_needs() -> None:
+def test_the_lessons_rule_is_half_of_adams_memory() -> None:
     assert list(MIXED_PRECISION.values()) == [2, 2, 4, 4, 4]
     assert mixed_precision_bytes(7e9) == 112e9 == 2 * 4 * 14e9  # the lesson says 4 x 14 GB = 56 GB
     assert mixed_precision_bytes(7e9) == sum(rest_bytes(0, 7e9, 7e9, itemsize=2, masters=True).values())

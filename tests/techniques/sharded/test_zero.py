@@ -1,4 +1,4 @@
-"""ZeRO's three stages: gradients and weights as one process has them, and what is held and sent on the way."""
+"""ZeRO's three stages compared with one process: gradients and weights, memory during the passes, and sent bytes."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ STAGES = [(1, True), (2, True), (3, True), (3, False)]  # stage, reshard
 
 
 class Layers(nn.Module):
-    """Four layers of odd sizes; `tie`: the last shares the first one's weight; the third can be left out."""
+    """Four layers. With `tie` the last one shares the first one's weight; one layer can be skipped."""
 
     def __init__(self, *, tie: bool = False, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
             y = layer(x)
-            x = x if index == skipped else y.tanh()  # it runs, and no gradient comes back
+            x = x if index == skipped else y.tanh()  # a skipped layer runs, but gets no gradient
         return x.sum()
 
 
@@ -49,7 +49,7 @@ def built(group: dist.ProcessGroup, stage: int, reshard: bool, **options: Any) -
 
 
 def steps(group: dist.ProcessGroup, model: Layers, zero: Zero, num_steps: int = 2, skipped: int | None = None) -> None:
-    """Steps of two microbatches each, plain SGD."""
+    """Train with plain SGD in steps of two microbatches."""
     for _ in range(num_steps):
         zero.begin()
         for microbatch in range(2):
@@ -75,7 +75,7 @@ def dense(zero: Zero, kind: str) -> dict[str, Tensor]:
 
 
 def difference(group: dist.ProcessGroup, stage: int, reshard: bool, tie: bool, skipped: int | None) -> float:
-    """The largest difference from one process that sees all ranks' rows."""
+    """The largest difference from one process that trains on all ranks' rows."""
     model, zero = built(group, stage, reshard, tie=tie)
     steps(group, model, zero, skipped=skipped)
     alone = Layers(tie=tie)
@@ -100,18 +100,18 @@ def difference(group: dist.ProcessGroup, stage: int, reshard: bool, tie: bool, s
 @pytest.mark.parametrize(("stage", "reshard"), STAGES)
 @pytest.mark.parametrize(("tie", "skipped"), [(False, None), (True, None), (False, 2)])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_stage_does_what_one_process_does(
+def test_every_stage_equals_one_process(
     ranks: Ranks, world_size: int, stage: int, reshard: bool, tie: bool, skipped: int | None
 ) -> None:
     assert max(ranks(world_size, difference, stage, reshard, tie, skipped)) < 1e-12
 
 
-def test_more_ranks_than_numbers_in_a_layer(ranks: Ranks) -> None:
+def test_more_ranks_than_elements_in_a_layer(ranks: Ranks) -> None:
     assert max(ranks(7, difference, 3, True, False, None)) < 1e-12
 
 
 def sent(group: dist.ProcessGroup, stage: int, reshard: bool) -> list[float]:
-    """Sends of a step of two microbatches, the bytes of them, and the bytes of the padded units."""
+    """The sends of a step of two microbatches, their bytes, and the bytes of the padded units."""
     model, zero = built(group, stage, reshard)
     with Calls() as calls:
         steps(group, model, zero, 1)
@@ -121,48 +121,48 @@ def sent(group: dist.ProcessGroup, stage: int, reshard: bool) -> list[float]:
     return [sends[0].calls, sends[0].raw_bytes, padded]
 
 
-# Gathers and sums of each unit in a step of two microbatches: 1 and 1; 1 and 2; forward, backward and sum twice;
-# without one gather.
+# Gathers + sums per unit in a step of two microbatches: stage 1: 1 + 1; stage 2: 1 + 2; stage 3: (2 + 1) x 2,
+# or one gather less per microbatch if it does not reshard.
 @pytest.mark.parametrize(("stage", "reshard", "moves"), [(1, True, 2), (2, True, 3), (3, True, 6), (3, False, 4)])
-def test_what_a_step_sends(ranks: Ranks, stage: int, reshard: bool, moves: int) -> None:
+def test_sent_bytes_per_step(ranks: Ranks, stage: int, reshard: bool, moves: int) -> None:
     for num_calls, num_bytes, padded in ranks(3, sent, stage, reshard):
         assert num_calls == moves * 2 * 4  # to two others, for each of four units
         assert num_bytes == moves * padded * 2 / 3
 
 
-def held(group: dist.ProcessGroup, reshard: bool) -> list[list[bool]]:
-    """Which units have memory when each layer computes, in one forward and backward pass, and at the end."""
+def units_in_memory(group: dist.ProcessGroup, reshard: bool) -> list[list[bool]]:
+    """Which units have memory after each layer's forward pass, before the backward pass, and at the end."""
     model, zero = built(group, 3, reshard)
     seen: list[list[bool]] = []
 
-    def look(*_: Any) -> None:
+    def record_units(*_: Any) -> None:
         seen.append([unit.whole.untyped_storage().nbytes() > 0 for unit in zero.units])
 
     for layer in model.layers:
-        layer.register_forward_hook(look)
+        layer.register_forward_hook(record_units)
     zero.begin()
     with zero.microbatch(last=True):
         loss = model(rows(group.rank(), 0))
-        look()
+        record_units()
         loss.backward()
     zero.finish()
-    look()
+    record_units()
     return seen
 
 
-def test_one_layer_and_the_next_are_whole_and_no_other(ranks: Ranks) -> None:
+def test_only_two_layers_are_materialized_at_once(ranks: Ranks) -> None:
     forward = [[False] * index + [True, True] + [False] * (2 - index) for index in range(3)]
     for index in range(3):
-        forward[index][index] = False  # freed just before this hook looks
-    for seen in ranks(2, held, True):
+        forward[index][index] = False  # freed just before this hook runs
+    for seen in ranks(2, units_in_memory, True):
         assert seen == [*forward, [False] * 4, [False] * 4, [False] * 4]
-    for seen in ranks(2, held, False):
+    for seen in ranks(2, units_in_memory, False):
         assert seen[3] == seen[4] == [True] * 4
         assert seen[5] == [False] * 4
 
 
-def staged(group: dist.ProcessGroup, batched: bool) -> int:
-    """The most vectors of gradients that stood at once."""
+def most_gradient_vectors(group: dist.ProcessGroup, batched: bool) -> int:
+    """The most vectors of gradients in memory at once."""
     vectors = 0
     model, zero = built(group, 2, True)
     begin = zero.summed.begin
@@ -172,28 +172,27 @@ def staged(group: dist.ProcessGroup, batched: bool) -> int:
         vectors = max(vectors, (zero.summed.under_way is not None) + len(zero._gradients))
         begin(*arguments, **options)
 
-    # As with NCCL, whose sums go on beside the next unit's gradients: only the promise, gloo carries the messages.
+    # With NCCL, a sum overlaps with the next unit's gradients. Here only the schedule is NCCL's; gloo sends.
     with (
         mock.patch.object(zero.summed, "begin", watched),
-        mock.patch.object(ReduceScatterScheduler, "make_room", hurry(batched)),
+        mock.patch.object(ReduceScatterScheduler, "make_room", make_room_if(batched)),
     ):
         steps(group, model, zero, 1)
     return vectors
 
 
-def hurry(batched: bool) -> Any:
+def make_room_if(batched: bool) -> Any:
     make_room = ReduceScatterScheduler.make_room
     return (lambda self: None) if batched else make_room
 
 
 @pytest.mark.parametrize(("batched", "vectors"), [(False, 1), (True, 2)])
-def test_what_is_summed_at_once_is_bounded(ranks: Ranks, batched: bool, vectors: int) -> None:
-    assert ranks(2, staged, batched) == [vectors] * 2
+def test_gradients_summed_at_once_are_bounded(ranks: Ranks, batched: bool, vectors: int) -> None:
+    assert ranks(2, most_gradient_vectors, batched) == [vectors] * 2
 
 
 def in_16_bits(group: dist.ProcessGroup) -> list[Any]:
-    """Types of weights, masters and gradients, and whether ten steps that bfloat16 alone would lose moved the
-    masters."""
+    """The dtypes of weights, masters and gradients, and whether a step changed the masters."""
     model, zero = built(group, 3, True, dtype=torch.bfloat16)
     before = [master.detach().clone() for master in zero.masters]
     steps(group, model, zero, 1)
@@ -207,7 +206,7 @@ def test_16_bit_weights_have_32_bit_masters(ranks: Ranks) -> None:
         assert (weights, masters, gradients, moved) == ({torch.bfloat16}, {torch.float32}, {torch.bfloat16}, True)
 
 
-def forgotten(group: dist.ProcessGroup) -> bool:
+def is_model_freed(group: dist.ProcessGroup) -> bool:
     model, zero = built(group, 3, True)
     steps(group, model, zero, 1)
     alive = weakref.ref(model)
@@ -216,5 +215,5 @@ def forgotten(group: dist.ProcessGroup) -> bool:
     return alive() is None
 
 
-def test_hooks_keep_nothing_alive(ranks: Ranks) -> None:
-    assert ranks(2, forgotten) == [True, True]
+def test_hooks_do_not_keep_the_model_alive(ranks: Ranks) -> None:
+    assert ranks(2, is_model_freed) == [True, True]

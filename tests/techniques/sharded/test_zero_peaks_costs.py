@@ -22,12 +22,12 @@ FORWARD = [PassEvent("layer", 4), PassEvent("layer_end", 4), PassEvent("layer", 
 
 
 def most_numbers(stage: int, passes: list[PassEvent], rank: int = 0, microbatches: int = 1) -> list[float]:
-    """Return the most numbers that the rank stores during each event."""
+    """Return how many numbers the rank stores at most during each event."""
     memory = Sharding(stage, UNITS, rank, 2, 1, 0.0, microbatches=microbatches)
     return [max(memory.after(event)) for event in passes]
 
 
-def test_stage_1_stores_all_gradients_and_takes_scratch_for_the_last_microbatch() -> None:
+def test_stage_1_stores_all_gradients_and_final_scratch() -> None:
     assert most_numbers(1, BACKWARD) == [0, 0, 2, 2, 2, 3, 3]
     assert most_numbers(1, BACKWARD * 2, microbatches=2)[:7] == [0] * 7
     # The new gradient is added to the old one out of place: for a moment there is also the sum.
@@ -42,7 +42,7 @@ def test_stage_2_collects_a_unit_sums_it_and_keeps_a_shard(rank: int, own: int) 
     assert most_numbers(2, [PassEvent("batch"), *BACKWARD], rank) == [0, 0, 4, 6, 6, own + 6, own + 6 + 3, own + 6 + 3]
 
 
-def test_stage_3_has_the_whole_weights_of_the_computing_layer_and_the_next() -> None:
+def test_stage_3_stores_the_current_and_next_layer() -> None:
     assert most_numbers(3, [PassEvent("batch"), *FORWARD]) == [0, 10, 4, 4, 0]
     whole = most_numbers(3, [PassEvent("batch"), *FORWARD, *BACKWARD])[5:]
     # Both layers, then also the last one's gradients and scratch; at the end only the first layer's.

@@ -1,4 +1,4 @@
-"""Slices of layers: who holds what, and outputs and gradients of one process at uneven sizes."""
+"""Slices of layers at uneven sizes: parts per rank, and outputs and gradients compared with one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,21 +35,21 @@ from tests.warm_ranks import Ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-# Who holds what, at uneven sizes, and that the parts become the dense tensor again.
+# Parts per rank at uneven sizes, and the dense tensor assembled from them.
 
 
 @given(st.integers(0, 300), st.integers(1, 8), st.integers(1, 9))
-def test_shares_are_those_of_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
+def test_partition_sizes_equal_tensor_split(num_units: int, num_ranks: int, unit: int) -> None:
     wanted = [unit * len(part) for part in torch.arange(num_units).tensor_split(num_ranks)]
     assert list(partition_sizes(num_units, num_ranks, unit)) == wanted
 
 
-def test_heads_stay_whole() -> None:
+def test_partitions_contain_whole_heads() -> None:
     assert partition_sizes(7, 4, 16) == (32, 32, 32, 16)
     assert partition_sizes(24, 5) == (5, 5, 5, 5, 4)
 
 
-def test_a_piece_is_a_copy_of_its_own() -> None:
+def test_a_piece_is_a_copy() -> None:
     dense = torch.arange(12.0).view(3, 4)
     piece = Slice(1, (2, 1, 1)).piece(dense, 1)
     assert piece.tolist() == [[2], [6], [10]]
@@ -66,22 +66,21 @@ def joined(group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> list[A
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", [(4,), (2, 1), (2, 2, 1, 0), (3, 3, 2)])
-def test_pieces_join_to_the_dense_tensor_on_rank_0_alone(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
+def test_rank_0_assembles_the_dense_tensor(ranks: Ranks, dim: int, sizes: tuple[int, ...]) -> None:
     assert ranks(len(sizes), joined, dim, sizes) == [[1, True], *[[0, False]] * (len(sizes) - 1)]
 
 
-# f and g, gather and scatter, and the linear layers between them, against one process; what they copy, and what they
-# send.
+# f and g, gather and scatter, and the linear layers between them, compared with one process; copies and messages.
 
 
 WIDTH = 5
 
 
-# --- a slice of two layers, and what lies around it ---
+# --- a slice of two layers, with a layer before and after it ---
 
 
 class Sliced(nn.Module):
-    """A linear layer on what lies between, then W2 gelu(W1 x), then another."""
+    """A linear layer, then x + W2 gelu(W1 x), then another linear layer."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Sliced(nn.Module):
 
 
 class Twice(ReplicatedRegion):
-    """An all_reduce in the backward pass of g, of a gradient that every rank has whole."""
+    """A superfluous all_reduce in the backward pass of g, where every rank has the full gradient already."""
 
     def leave(self, partial: Tensor) -> Tensor:
         return autograd.all_reduce(partial, self.group, loss="own")
@@ -130,7 +129,7 @@ def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int)
     found.square().sum().backward()
     if kind == "sequence":
         wanted = region.own(wanted)
-    apart = {"output": (found - wanted).abs().max().item() if len(found) else 0.0}
+    errors = {"output": (found - wanted).abs().max().item() if len(found) else 0.0}
     cuts = slices_of(model)
     for name, parameter in model.named_parameters():
         gradient, true = parameter.grad, dense.get_parameter(name).grad
@@ -139,8 +138,8 @@ def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int)
             true = cuts[name].piece(true, group.rank())
         elif kind == "sequence":
             sum_together([gradient], group)
-        apart[name] = (gradient - true).abs().max().item() if true.numel() else 0.0
-    return apart
+        errors[name] = (gradient - true).abs().max().item() if true.numel() else 0.0
+    return errors
 
 
 @pytest.mark.parametrize("kind", ["whole", "sequence"])
@@ -148,28 +147,28 @@ def differences(group: dist.ProcessGroup, kind: str, num_rows: int, hidden: int)
     ("world_size", "num_rows", "hidden"),
     [(1, 3, 4), (2, 4, 6), (3, 5, 7), (4, 3, 7), (4, 1, 4)],  # with fewer rows than ranks, chunks are empty
 )
-def test_slices_do_what_one_process_does(ranks: Ranks, kind: str, world_size: int, num_rows: int, hidden: int) -> None:
+def test_slices_equal_one_process(ranks: Ranks, kind: str, world_size: int, num_rows: int, hidden: int) -> None:
     for of_rank in ranks(world_size, differences, kind, num_rows, hidden):
         assert len(of_rank) == 9
         assert max(of_rank.values()) < 1e-10, of_rank  # of numbers up to 1e3
 
 
-def test_a_second_sum_in_the_backward_of_g_is_seen_in_the_gradients_alone(ranks: Ranks) -> None:
+def test_a_second_sum_in_backward_corrupts_gradients(ranks: Ranks) -> None:
     for of_rank in ranks(2, differences, "twice", 4, 6):
         assert of_rank["output"] < 1e-10 < 1 < of_rank["up.weight"]
         assert of_rank["after.weight"] < 1e-10 and of_rank["down.bias"] < 1e-10  # behind g
 
 
-def test_without_f_the_gradient_of_what_lies_before_is_partial(ranks: Ranks) -> None:
+def test_without_f_earlier_gradients_are_partial(ranks: Ranks) -> None:
     for of_rank in ranks(2, differences, "no_f", 4, 6):
         assert of_rank["output"] < 1e-10 < 1 < of_rank["before.weight"]
         assert of_rank["up.weight"] < 1e-10  # inside
 
 
-# --- what is copied, and what is sent ---
+# --- copies and messages ---
 
 
-def places(group: dist.ProcessGroup) -> list[bool]:
+def returns_same_memory(group: dist.ProcessGroup) -> list[bool]:
     region = ReplicatedRegion(group)
     x = torch.ones(3, requires_grad=True)
     partial = x * 1
@@ -178,13 +177,12 @@ def places(group: dist.ProcessGroup) -> list[bool]:
 
 
 def test_f_and_g_copy_nothing(ranks: Ranks) -> None:
-    assert ranks(2, places) == [[True, True]] * 2
+    assert ranks(2, returns_same_memory) == [[True, True]] * 2
 
 
 @contextmanager
 def named(group: dist.ProcessGroup, description: str) -> Iterator[None]:
-    """`group` under another description: only some of the pool's ranks are here, and all would have to make a new
-    one."""
+    """Give `group` another description for a while. A new group would need all ranks of the pool, not only these."""
     before = group.group_desc
     group._set_group_desc(description)
     try:
@@ -194,11 +192,11 @@ def named(group: dist.ProcessGroup, description: str) -> Iterator[None]:
 
 
 def calls(group: dist.ProcessGroup, kind: str, num_rows: int) -> list[list[tuple[str, str, float, float]]]:
-    """What forward and backward of one slice call, by operation and axis: (operation, axis, calls, called bytes)."""
+    """The calls of one slice's forward and backward pass: (operation, axis, calls, sent bytes)."""
     region = SEAMS[kind](group)
     model = Sliced(8).slice(group, region)
     x = torch.ones(num_rows, 2, WIDTH, dtype=torch.float64)
-    with named(group, "mesh_tp"):  # what a mesh calls the group of its axis tp
+    with named(group, "mesh_tp"):  # the description that a mesh gives to its axis tp
         with Calls() as forward:
             loss = model(region.own(x) if kind == "sequence" else x, region).sum()
         with Calls() as backward:
@@ -207,21 +205,21 @@ def calls(group: dist.ProcessGroup, kind: str, num_rows: int) -> list[list[tuple
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_slice_is_one_all_reduce_each_way(ranks: Ranks, world_size: int) -> None:
+def test_a_slice_calls_one_all_reduce_per_pass(ranks: Ranks, world_size: int) -> None:
     nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
     wanted = ("all_reduce", "tp", 1, pytest.approx(nbytes))
     assert ranks(world_size, calls, "whole", 6) == [[[wanted], [wanted]]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_that_are_cut_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
+def test_sequence_parallel_slices_send_the_same_bytes(ranks: Ranks, world_size: int) -> None:
     nbytes = 2 * (world_size - 1) / world_size * 6 * 2 * WIDTH * 8
     gathered = ("all_gather", "tp", 1, pytest.approx(nbytes / 2))
     scattered = ("all_to_all", "tp", 1, pytest.approx(nbytes / 2))
     assert ranks(world_size, calls, "sequence", 6) == [[[gathered, scattered], [gathered, scattered]]] * world_size
 
 
-def marks(group: dist.ProcessGroup, kind: str) -> list[str]:
+def phases_of(group: dist.ProcessGroup, kind: str) -> list[str]:
     region = SEAMS[kind](group)
     model, x = Sliced(8).slice(group, region), torch.ones(4, 2, WIDTH, dtype=torch.float64)
     with recorded() as spans:
@@ -229,9 +227,9 @@ def marks(group: dist.ProcessGroup, kind: str) -> list[str]:
     return [span.kind for span in spans]
 
 
-def test_what_is_sent_is_marked(ranks: Ranks) -> None:
-    assert ranks(2, marks, "whole") == [["all_reduce"] * 2] * 2
-    assert ranks(2, marks, "sequence") == [["all_gather", "reduce_scatter"] * 2] * 2
+def test_communication_is_recorded_as_phases(ranks: Ranks) -> None:
+    assert ranks(2, phases_of, "whole") == [["all_reduce"] * 2] * 2
+    assert ranks(2, phases_of, "sequence") == [["all_gather", "reduce_scatter"] * 2] * 2
 
 
 def summed(group: dist.ProcessGroup) -> list[Any]:
@@ -245,18 +243,17 @@ def test_gradients_are_summed_in_one_call(ranks: Ranks) -> None:
     assert ranks(3, summed) == [[[[[6.0] * 3] * 2, [3.0]], 1]] * 3
 
 
-# Embedding and cross-entropy over a vocabulary in parts, against the dense ones, at uneven parts and extreme
-# scores.
+# Embedding and cross-entropy over a sliced vocabulary, compared with dense ones at uneven sizes and extreme scores.
 
 
 VECTOR = 3
 
 
 def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_same: bool) -> list[float]:
-    """Differences to the dense embedding: of the vectors, and of the gradient of this rank's part."""
+    """The errors compared with the dense embedding: of the vectors, and of this rank's gradient."""
     generator = torch.Generator().manual_seed(5)
     dense = nn.Embedding.from_pretrained(torch.randn(vocabulary, VECTOR, generator=generator).double(), freeze=False)
-    tokens = torch.zeros(5, 2, dtype=torch.long)  # every rank but the first has none of them
+    tokens = torch.zeros(5, 2, dtype=torch.long)  # only the first rank stores this token's vector
     if not all_the_same:
         tokens = torch.randint(vocabulary, (5, 2), generator=generator)
     sizes = partition_sizes(vocabulary, group.size())
@@ -276,7 +273,7 @@ def embedded(group: dist.ProcessGroup, vocabulary: int, by_rows: bool, all_the_s
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("all_the_same", [False, True])
 @pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 7), (4, 4), (4, 9)])
-def test_an_embedding_in_parts_is_the_dense_one(
+def test_vocabulary_parallel_embedding_equals_dense(
     ranks: Ranks, world_size: int, vocabulary: int, by_rows: bool, all_the_same: bool
 ) -> None:
     for of_rank in ranks(world_size, embedded, vocabulary, by_rows, all_the_same):
@@ -284,7 +281,7 @@ def test_an_embedding_in_parts_is_the_dense_one(
 
 
 def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch.dtype) -> dict[str, Any]:
-    """The loss, its differences to the dense one, and the calls that it makes."""
+    """The loss, its errors compared with the dense one, and its calls."""
     generator = torch.Generator().manual_seed(6)
     dense = (torch.randn(4, 3, vocabulary, generator=generator).double() * scale).to(dtype).requires_grad_()
     targets = torch.randint(vocabulary, (4, 3), generator=generator)
@@ -299,7 +296,7 @@ def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch
     assert dense.grad is not None and scores.grad is not None
     return {
         "loss": loss.item(),
-        "apart": abs(loss.item() - wanted.item()) / abs(wanted.item()),
+        "relative_error": abs(loss.item() - wanted.item()) / abs(wanted.item()),
         "gradient": (scores.grad - dense.grad.split(sizes, -1)[group.rank()]).abs().max().item(),
         "sent": [(op.op, op.calls, op.raw_bytes) for op in calls.ops()],
     }
@@ -307,18 +304,16 @@ def losses(group: dist.ProcessGroup, vocabulary: int, scale: float, dtype: torch
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])  # exp of the second is infinite without its maximum
 @pytest.mark.parametrize(("world_size", "vocabulary"), [(1, 4), (2, 8), (3, 256), (4, 7)])
-def test_a_loss_in_parts_is_the_dense_one_and_the_same_on_every_rank(
-    ranks: Ranks, world_size: int, vocabulary: int, scale: float
-) -> None:
+def test_vocabulary_parallel_loss_equals_dense(ranks: Ranks, world_size: int, vocabulary: int, scale: float) -> None:
     found = ranks(world_size, losses, vocabulary, scale, torch.float64)
     assert len({of_rank["loss"] for of_rank in found}) == 1  # to the bit
     for of_rank in found:
-        assert of_rank["apart"] < 1e-13 and of_rank["gradient"] < 1e-13
-        assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 8)]  # three numbers a token, and no scores
+        assert of_rank["relative_error"] < 1e-13 and of_rank["gradient"] < 1e-13
+        assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 8)]  # three numbers per token, and no scores
 
 
-def test_16_bit_scores_are_summed_in_32(ranks: Ranks) -> None:
+def test_bfloat16_scores_are_summed_in_float32(ranks: Ranks) -> None:
     for of_rank in ranks(2, losses, 8, 1.0, torch.bfloat16):
-        assert of_rank["apart"] < 1e-6
+        assert of_rank["relative_error"] < 1e-6
         assert of_rank["gradient"] < 1e-2
         assert of_rank["sent"] == [("all_reduce", 2, 3 * 12 * 4)]

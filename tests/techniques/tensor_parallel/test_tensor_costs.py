@@ -1,4 +1,4 @@
-"""The formulas of tensor parallelism: against the papers' closed forms, and against each other."""
+"""The formulas of tensor parallelism, compared with the papers' closed forms and with each other."""
 
 import pytest
 from hypothesis import given
@@ -17,14 +17,14 @@ WORLDS = st.integers(1, 8)
 
 
 @given(WORLDS, st.integers(1, 64), st.integers(1, 512), st.integers(1, 64))
-def test_a_layer_sends_what_the_paper_says(world_size: int, b: int, s: int, h: int) -> None:
+def test_layer_bytes_equal_the_paper(world_size: int, b: int, s: int, h: int) -> None:
     """8(t-1)/t·b·s·h elements for two slices (Shoeybi 2019, section 3)."""
     elements = 8 * (world_size - 1) / world_size * b * s * h
     assert tensor_parallel_bytes(world_size, 2, 4 * b * s * h) == pytest.approx(4 * elements)
 
 
 @given(WORLDS, st.integers(1, 5), st.integers(0, 40), st.integers(1, 64))
-def test_chunks_of_rows_are_the_same_bytes_all_together(world_size: int, slices: int, rows: int, row: int) -> None:
+def test_sequence_parallel_total_equals_tensor_parallel(world_size: int, slices: int, rows: int, row: int) -> None:
     of_ranks = [sequence_parallel_bytes(world_size, slices, rows, row, rank) for rank in range(world_size)]
     assert sum(of_ranks) == pytest.approx(world_size * tensor_parallel_bytes(world_size, slices, rows * row))
     if rows % world_size == 0:
@@ -35,7 +35,7 @@ def test_chunks_of_rows_are_the_same_bytes_all_together(world_size: int, slices:
     ("rows", "backend", "calls"),
     [
         (5, "tcp", [6, 6, 6, 6]),  # 3 sends to scatter, 3 to gather
-        (2, "tcp", [4, 4, 2, 2]),  # 2 ranks get no chunk and have none to give
+        (2, "tcp", [4, 4, 2, 2]),  # 2 ranks have no chunk
         (8, "tcp", [4, 4, 4, 4]),  # equal chunks are gathered in one call
         (5, "gloo", [4, 4, 4, 4]),  # one all_to_all of any chunks to scatter
         (2, "gloo", [4, 4, 1, 1]),
@@ -54,7 +54,7 @@ def test_an_uneven_gather_is_padded() -> None:
     assert column_split_bytes(1, 10, 6, 8, 4) == 0
 
 
-def test_a_loss_sends_three_numbers_a_token() -> None:
+def test_a_loss_sends_three_numbers_per_token() -> None:
     assert parallel_loss_bytes(2, 100, 4) == 3 * 100 * 4
     assert parallel_loss_bytes(1, 100, 4) == 0
 

@@ -1,5 +1,5 @@
-"""The process group over plain TCP: its connections, every call compared with gloo's at any length and layout, and what
-torch builds on it."""
+"""The process group over plain TCP: its connections, every call compared with gloo's at any length and layout, and
+PyTorch's DDP and FSDP on top of it."""
 
 import copy
 import socket

@@ -1,4 +1,4 @@
-"""A card that was measured: guessed sizes lie between those that were, and a file that is no card is refused."""
+"""A measured GPU card: other sizes are interpolated, and invalid files are refused."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ CARD = Card(
 )  # fmt: skip
 
 
-def test_a_product_that_was_measured_is_taken_and_another_lies_between() -> None:
+def test_matrix_product_times_are_interpolated() -> None:
     assert CARD.product_s(8192, 1024, 8192) == 2 * 8192 * 1024 * 8192 / (1024 * 5e10)
     flops = 2 * 4096**3 / CARD.product_s(4096, 4096, 4096)
     assert 1024 * 5e10 < flops < 8192 * 5e10
@@ -42,16 +42,16 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert twice["scores"] == parts["scores"]
 
 
-def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_written_card_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({"card": CARD._asdict()}))
     assert read_card(path) == CARD
-    job, told, *_ = read_question(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
+    job, sources, *_ = read_question(f"--params 125M --gpus 1 --gpu-memory 80GB --batch 8 --calibrate {path}".split())
     step_s = CARD.step_s(job.shape.layers, job.shape.width, job.seq, 8, job.shape.vocabulary)
     of_shape = replace(job, num_parameters=job.shape.body + job.shape.ends)
     computed_s = sum(compute_parts(of_shape, Layout(1, 1, 1, 0)).values())
     assert computed_s == pytest.approx(job.global_samples / 8 * step_s)
-    assert "(a card)" in told[0]
+    assert "(a card)" in sources[0]
     assert main(f"--params 125M --gpus 1 --gpu-memory 80GB --json --calibrate {path}".split()) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["job"]["gpu"]["memory_bytes_per_s"] is None
@@ -67,7 +67,7 @@ def test_what_was_written_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[
         (None, "KeyError: 'card'"),
     ],
 )
-def test_what_is_no_card_is_refused(tmp_path: Path, change: dict[str, Any] | None, words: str) -> None:
+def test_an_invalid_card_is_refused(tmp_path: Path, change: dict[str, Any] | None, words: str) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps({} if change is None else {"card": CARD._asdict() | change}))
     with pytest.raises(BrokenRecord, match=words):

@@ -1,4 +1,4 @@
-"""Models by name, by config.json and by a number of parameters: as many parameters as their papers say."""
+"""Models by name, by config.json and by number of parameters, compared with the papers' numbers of parameters."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ MIXTRAL = {
 
 
 @pytest.mark.parametrize("name", list(table()))
-def test_a_published_shape_has_the_published_number_of_parameters(name: str) -> None:
-    """Within half a percent: norms, biases and positions are left out, and DeepSeek-V3's latent attention."""
+def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    """Within half a percent, because norms, biases, positions and DeepSeek-V3's latent attention are not counted."""
     shape, num_parameters, source = named(name)
     assert (shape.body + shape.ends) / num_parameters == pytest.approx(1, abs=0.005)
     assert shape.width % shape.heads == 0 and shape.heads % shape.kv_heads == 0
@@ -26,12 +26,12 @@ def test_a_published_shape_has_the_published_number_of_parameters(name: str) -> 
 
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("llama3-8b", 8.03)])
-def test_a_token_meets_the_parameters_that_the_paper_calls_active(name: str, billions: float) -> None:
+def test_active_parameters_equal_the_paper(name: str, billions: float) -> None:
     shape, num_parameters, _ = named(name)
     assert active(shape, num_parameters) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_a_config_says_what_the_table_does(tmp_path: Path) -> None:
+def test_config_json_gives_the_tables_shape(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL))
     shape, num_parameters, source = from_config(path)
@@ -44,7 +44,7 @@ def test_a_config_says_what_the_table_does(tmp_path: Path) -> None:
 
 
 MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-PUBLISHED: dict[str, dict[str, Any]] = {  # as far as they say something of the shape
+PUBLISHED: dict[str, dict[str, Any]] = {  # only the fields that describe the shape
     "deepseek-v3": MLA | {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
         "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
@@ -94,12 +94,12 @@ def read(tmp_path: Path, fields: dict[str, Any]) -> Shape:
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
-def test_a_mixtures_config_has_its_own_words_for_experts_and_attention(name: str, tmp_path: Path) -> None:
+def test_mixture_configs_with_their_own_field_names(name: str, tmp_path: Path) -> None:
     assert read(tmp_path, PUBLISHED[name]) == named(name)[0]
 
 
-def test_families_leave_out_what_their_class_knows(tmp_path: Path) -> None:
-    """Gemma 3 1B has 1.0 billion parameters and windows in five of six layers; Falcon 7B one head of keys and values."""
+def test_model_families_have_defaults(tmp_path: Path) -> None:
+    """Gemma 3 1B has 1.0 billion parameters and windows in five of six layers; Falcon 7B has one key-value head."""
     gemma, falcon = read(tmp_path, GEMMA), read(tmp_path, FALCON)
     assert (gemma.body + gemma.ends) / 1e9 == pytest.approx(1.0, rel=0.01) and gemma.window_layers == 22
     assert (falcon.body + falcon.ends) / 1e9 == pytest.approx(6.92, rel=0.01) and falcon.kv_heads == 1
@@ -118,14 +118,14 @@ def test_families_leave_out_what_their_class_knows(tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder=true"),
     ],
 )
-def test_a_field_that_is_not_known_is_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unknown_config_fields_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, MIXTRAL | fields)
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
 
 
 def test_a_window_and_latent_attention_are_counted() -> None:
-    """Half of GPT-OSS' layers see 128 positions; DeepSeek-V3's heads score 192 numbers and sum 128."""
+    """Half of GPT-OSS' layers attend to 128 positions; DeepSeek-V3's keys have 192 numbers per head, its values 128."""
     oss, deepseek = named("gpt-oss-120b")[0], named("deepseek-v3")[0]
     assert oss.seen(4096) == pytest.approx((2048 + 128 - 2) / 2)
     assert (deepseek.head, deepseek.value, deepseek.keys) == (192, 128, 128 * 320)
@@ -142,7 +142,7 @@ def test_a_window_and_latent_attention_are_counted() -> None:
         ("[" * 100_000, "is no JSON file that can be read"),
     ],
 )
-def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_an_unusable_config_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -150,7 +150,7 @@ def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, content: str, wo
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
 
 
-def test_all_that_a_config_lacks_is_said_at_once(tmp_path: Path) -> None:
+def test_all_missing_config_fields_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"vocab_size": True}))
     with pytest.raises(ConfigError) as caught:
@@ -158,7 +158,7 @@ def test_all_that_a_config_lacks_is_said_at_once(tmp_path: Path) -> None:
     assert len(caught.value.faults) == 4
 
 
-def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_model_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'llama3-70b'"):
         named("llama3-7b0")
 
@@ -167,7 +167,7 @@ def whole(sizes: dict[str, Any]) -> Shape:
     return Shape(2, 64, 4, 2, 128, True, 100, False, **sizes)
 
 
-def test_parameters_are_those_of_the_matrices() -> None:
+def test_parameters_counted_by_hand() -> None:
     dense = 64 * (64 + 2 * 32) + 64 * 64 + 64 * 256 + 128 * 64
     assert whole({}).body == 2 * dense
     assert whole({}).ends == 2 * 100 * 64

@@ -1,4 +1,4 @@
-"""The lab's own runs as rows of the planner: which variants it knows, with which layout, and what their reports say."""
+"""The lab's own runs in the planner: the known variants, their layouts, and the planned times in reports."""
 
 import os
 from dataclasses import replace
@@ -28,7 +28,7 @@ PARAMETERS = 12 * WIDTH**2 * DEPTH + 13 * WIDTH * DEPTH + 2 * WIDTH + (2 * 256 +
 
 
 def run(mode: str, axes: dict[str, int], *more: Record, **settings: object) -> Ranks:
-    """Records of a run whose ranks lie along these axes."""
+    """Records of a run with a mesh of these axes."""
     world_size = 1
     for size in axes.values():
         world_size *= size
@@ -56,32 +56,32 @@ def test_each_variant_has_its_layout() -> None:
     assert (job.samples, job.global_samples, job.num_parameters) == (2, BATCH, PARAMETERS)
     assert way.sequence
     assert job.sequence_parallel
-    assert not planned_variants(run("dp", {"dp": 5}), [MEASURED])  # which share no twelve samples
+    assert not planned_variants(run("dp", {"dp": 5}), [MEASURED])  # five ranks do not divide twelve samples
     assert set(planned_variants(run("mesh", {"tp": 2}), [MEASURED])) == {"1f1b", "sequence"}  # ZeRO needs replicas
 
 
 @pytest.mark.parametrize(
     "settings", [{"LAB_MODEL": "mlp"}, {"LAB_SLOW_RANK": "1:0.5"}, {"LAB_SLEEP_MS": 3.0}, {"LAB_DTYPE": "float16"}]
 )
-def test_what_trains_otherwise_is_not_known(settings: dict[str, object]) -> None:
+def test_unsupported_settings_are_not_planned(settings: dict[str, object]) -> None:
     assert planned_variants(run("dp", {"dp": 3}), [MEASURED])
     assert not planned_variants(run("dp", {"dp": 3}, **settings), [MEASURED])
     assert not planned_variants(run("moe", {"dp": 3}), [MEASURED])
     assert not planned_variants(run("mesh", {"dp": 3, "cp": 2}), [MEASURED])
 
 
-def test_nothing_is_hidden_where_ranks_fill_their_cores() -> None:
+def test_no_overlap_where_ranks_fill_their_cores() -> None:
     records = run("dp", {"dp": 3})
     sum_s = 4 / 3 * 4 * PARAMETERS / RATE_BYTES
     parts = priced(records, [MEASURED])["flat"].parts
     assert parts["data"] == pytest.approx(sum_s)
     hidden_s = sum(parts[name] for name in ("products", "attention", "elementwise", "vocabulary")) * 2 / 3
-    beside = priced(records, [replace(MEASURED, crowded=False)])["flat"].parts["data"]
-    assert beside == pytest.approx(max(0.0, sum_s - hidden_s))
-    assert beside < parts["data"]
+    overlapped = priced(records, [replace(MEASURED, crowded=False)])["flat"].parts["data"]
+    assert overlapped == pytest.approx(max(0.0, sum_s - hidden_s))
+    assert overlapped < parts["data"]
 
 
-def test_each_turn_of_a_pipeline_sends_where_nothing_is_hidden() -> None:
+def test_a_pipeline_without_overlap_waits_every_turn() -> None:
     records = run("pp", {"pp": 3}, LAB_MICROBATCHES=4)
     boundary_s = BATCH / 4 * SEQ * WIDTH * 4 / RATE_BYTES
     waits = [
@@ -90,22 +90,22 @@ def test_each_turn_of_a_pipeline_sends_where_nothing_is_hidden() -> None:
     assert waits == [pytest.approx(2 * turns * boundary_s) for turns in (4 + 3 - 1, 3)]
 
 
-def test_gradients_outside_of_buckets_come_as_activations_go() -> None:
+def test_gradients_outside_buckets_replace_activations() -> None:
     fsdp = priced(run("fsdp", {"dp": 3}), [MEASURED])
     assert fsdp["zero1"].memory["gradients"] == 4 * PARAMETERS
-    assert fsdp["zero2"].memory["gradients"] == 0  # fewer than the activations of this batch
+    assert fsdp["zero2"].memory["gradients"] == 0  # smaller than the activations that they replace
     twice = priced(run("fsdp", {"dp": 3}, LAB_MICROBATCHES=2), [MEASURED])
     assert twice["zero2"].memory["gradients"] == pytest.approx(4 * PARAMETERS / 3)
     tp = priced(run("tp", {"tp": 2}), [MEASURED])
     whole = BATCH * SEQ * WIDTH * 4
-    saved = DEPTH * whole * (4 * 4 + 2) / 4 / 2  # norms' and blocks' inputs, of which each rank keeps its rows
-    kept = DEPTH * 2 * whole / 2  # gathered inputs of two slices a layer
+    saved = DEPTH * whole * (4 * 4 + 2) / 4 / 2  # inputs of norms and blocks: each rank keeps its own rows
+    kept = DEPTH * 2 * whole / 2  # gathered inputs of two slices per layer
     assert tp["megatron"].memory["activations"] - tp["sequence"].memory["activations"] == pytest.approx(saved - kept)
 
 
-def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
+def test_flops_come_from_the_fastest_handwritten_variant(tmp_path: Path) -> None:
     seconds = {"flat": 0.3, "bucketed": 0.2, "ddp": 0.1}
-    profiles = [Profile(name, {"forward": taken / 2, "backward": taken / 2}) for name, taken in seconds.items()]
+    profiles = [Profile(name, {"forward": total_s / 2, "backward": total_s / 2}) for name, total_s in seconds.items()]
     crowded = calibrate(written(tmp_path / "dp", run("dp", {"dp": 3}, load(1), *profiles)))
     embedded = 256 * WIDTH
     flops = 6 * (PARAMETERS - embedded) + 7 * SEQ * WIDTH * DEPTH
@@ -117,9 +117,9 @@ def test_flops_are_those_of_the_fastest_variant_by_hand(tmp_path: Path) -> None:
         calibrate(written(tmp_path / "mlp", run("dp", {"dp": 3}, load(2), *profiles, LAB_MODEL="mlp")))
 
 
-def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
-    def swept(title: str, *taken: tuple[str, str, str]) -> Table:
-        return Table(title, ["size", "variant", "us"], [list(row) for row in taken])
+def test_all_reduce_halves_cost_the_measured_time(tmp_path: Path) -> None:
+    def swept(title: str, *rows: tuple[str, str, str]) -> Table:
+        return Table(title, ["size", "variant", "us"], [list(row) for row in rows])
 
     records = fitted()
     records[0] += [
@@ -129,7 +129,7 @@ def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
     ]
     link = calibrate(written(tmp_path / "comm", records)).link
     assert link is not None
-    assert link.halves == pytest.approx(1.7)  # of the one large size that all three have
+    assert link.halves == pytest.approx(1.7)  # at the only large size that all three tables have
     plain = calibrate(written(tmp_path / "plain", fitted())).link
     assert plain is not None
     assert plain.halves == 1
@@ -140,7 +140,7 @@ def test_halves_of_a_sum_cost_what_comm_saw(tmp_path: Path) -> None:
         assert priced(records, [slow])[name].parts[axis] == pytest.approx(factor * before)
 
 
-def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None:
+def test_report_uses_a_link_of_equal_world_size(tmp_path: Path) -> None:
     profile = Profile("megatron", {"forward": 0.1, "backward": 0.2})
     records = run("tp", {"tp": 3}, profile, LAB_HEADS=3, LAB_WIDTH=33)
     folder = written(tmp_path / "tp", records)
@@ -155,14 +155,14 @@ def test_a_report_takes_the_newest_link_of_as_many_ranks(tmp_path: Path) -> None
     assert planned(folder, records) == none
 
     written(tmp_path / "comm", fitted())
-    os.utime(tmp_path / "comm" / "rank0.jsonl", (1e9, 1e9))  # the oldest, and the only one that fits
+    os.utime(tmp_path / "comm" / "rank0.jsonl", (1e9, 1e9))  # the oldest, and the only suitable one
     found = planned(folder, records)
     assert found is not None
     assert set(found.costs) == {"megatron", "sequence"}
     assert [sentence for sentence in found.sources if "from comm (gloo)" in sentence]
 
 
-def test_a_run_without_steps_says_why_and_an_unknown_mode_nothing(tmp_path: Path) -> None:
+def test_a_run_without_steps_gives_the_reason(tmp_path: Path) -> None:
     untimed = planned(tmp_path, run("dp", {"dp": 3}))
     assert untimed is not None
     assert not untimed.costs

@@ -1,4 +1,4 @@
-"""The planner held to published runs: each source predicted without its own rows, a user's file, bands and fits."""
+"""The planner compared with published runs: each source predicted without its rows, a user's file, bands and fits."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from distlab.tools.plan.model import named
 from distlab.tools.plan.rows import Row, job_and_layout, published, read_rows
 from distlab.tools.plan.score import MEMORY_NEAR, NEAR, Compared, bands, compared, groups, inside, known_errors
 
-GIVEN = {
+ROW = {
     "name": "8B on 8", "source": "NVIDIA/dgxc-benchmarking llama3.1/README_8b.md", "gpu": "H100", "parameters": 8.03e9,
     "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14336, "vocabulary": 128256, "gated": True,
     "tied": False, "sequence": 8192, "gpus": 8, "gpus_per_node": 8, "tp": 1, "pp": 1, "cp": 2, "dp": 4, "ep": 1,
@@ -34,7 +34,7 @@ def steps() -> list[Compared]:
     return [each for each in known_errors() if each.what == "step"]
 
 
-def test_steps_of_a_source_that_is_left_out_are_mostly_within_a_quarter() -> None:
+def test_step_errors_are_mostly_within_a_quarter() -> None:
     errors = [abs(each.error) for each in steps()]
     assert len(errors) >= 120 and median(errors) <= 0.16
     assert sum(error <= NEAR for error in errors) / len(errors) >= 0.68
@@ -45,7 +45,7 @@ def test_steps_of_a_source_that_is_left_out_are_mostly_within_a_quarter() -> Non
     assert len(mixtures) == 15 and median(mixtures) <= 0.25
 
 
-def test_memory_is_within_ten_percent_where_types_are_published() -> None:
+def test_memory_errors_are_within_ten_percent() -> None:
     known = [each for each in known_errors() if each.kind == "memory" and each.row.dtypes]
     missed = {each.row.name: round(each.error, 2) for each in known if abs(each.error) > MEMORY_NEAR + 0.005}
     assert len(known) >= 40 and all(name.startswith(("titan 405B", "distlab GPT 4x8192")) for name in missed), missed
@@ -54,14 +54,14 @@ def test_memory_is_within_ten_percent_where_types_are_published() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({"recompute": "full"}, {"recompute": "none"}),  # the forward pass that is done again
+        ({"recompute": "full"}, {"recompute": "none"}),  # the repeated forward pass
         ({"chunks": 8}, {"chunks": 1}),  # Llama 3's interleaved stages
         ({"fp8": True}, {"fp8": False}),  # products in 8 bits
         ({"overlap_tp": True}, {"overlap_tp": False}),
-        ({"ep": 64}, {"once_a_node": False}),  # tokens that go to a node once
+        ({"ep": 64}, {"once_a_node": False}),  # tokens that are sent once per node
     ],
 )
-def test_what_is_left_out_of_the_model_is_seen_in_the_error(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_each_modelled_feature_changes_the_step_time(old: dict[str, Any], new: dict[str, Any]) -> None:
     rows = [
         row for row in published() if all(getattr(row, name) == value for name, value in old.items()) and row.step_s
     ]
@@ -74,7 +74,7 @@ def test_what_is_left_out_of_the_model_is_seen_in_the_error(old: dict[str, Any],
 
 
 def test_a_source_is_predicted_without_its_own_rows() -> None:
-    """Shares that were fitted to the others alone, and none of another chip where there are others of this one."""
+    """Its shares are fitted to other sources only, and to other chips only if no other source has this chip."""
     assert len({row.name for row in published()}) == len(published()), "every row has a name of its own"
     assert all(row.source and row.dp * row.tp * row.pp * row.cp == row.gpus for row in published())
     without = tables()["left_out"]
@@ -91,19 +91,19 @@ def test_a_source_is_predicted_without_its_own_rows() -> None:
     assert shares_of("H100", "mpt", "mosaicml/llm-foundry") == shares_of("H100", "", "mosaicml/llm-foundry")
 
 
-def test_bands_are_those_of_the_file() -> None:
+def test_bands_equal_those_in_the_file() -> None:
     assert bands() == tables()["bands"]
 
 
-def test_shares_that_were_fitted_are_those_of_the_file() -> None:
-    """Of one kind without one of its sources, whose rows are few."""
+def test_fitted_shares_equal_those_in_the_file() -> None:
+    """Fit one kind without one of its sources."""
     rows = [row for row in published() if row.software == "megatron" and row.gpu == "b200" and row.step_s and not row.shape.experts]  # fmt: skip
     source = "MooreThreads/SimuMax"
     found = plan_fit.fitted_shares([row for row in rows if row.publication != source])
     assert replace(found, experts=0) == replace(shares_of("B200", "megatron", source), experts=0)
 
 
-def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_fit_recovers_known_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grid = {"matrix": [0.5, 0.6, 0.7], "attention": [0.2, 0.3], "memory": [0.5, 0.8], "fp8": [0.85], "experts": [0.6]}
     monkeypatch.setattr(plan_fit, "GRID", grid)
     monkeypatch.setattr(plan_fit, "PULL", 1e-6)
@@ -116,8 +116,8 @@ def test_a_fit_finds_the_shares_that_made_its_rows(monkeypatch: pytest.MonkeyPat
     path = tmp_path / "gpus.json"
     copyfile(gpu.TABLE, path)
     monkeypatch.setattr(plan_fit, "published", lambda: made)
-    said = plan_fit.fit(path)
-    assert said == [f"{kind}: products 60%, attention 20% of the peak, memory 80% of its rate, by {len(made)} rows" for kind in ("A100", "A100 megatron")]  # fmt: skip
+    lines = plan_fit.fit(path)
+    assert lines == [f"{kind}: products 60%, attention 20% of the peak, memory 80% of its rate, by {len(made)} rows" for kind in ("A100", "A100 megatron")]  # fmt: skip
     assert [each.name for each in tmp_path.iterdir()] == ["gpus.json"]
 
 
@@ -144,10 +144,10 @@ def scored(path: Path, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture
 
 
 def test_a_users_rows_are_scored_without_their_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The row of a source that is published too is predicted as there; of another source by all rows."""
+    """A row of a published source is predicted like that source; a row of another source by all rows."""
     own = next(each for each in steps() if each.row.name == "dgxc Llama3.1-8B 8 H100 bf16 cp2")
-    other = GIVEN | {"name": "other", "source": "someone, Megatron-LM", "measured_mem_bytes": 6e10}
-    found = scored(tmp_path / "rows.json", [GIVEN, other], capsys)
+    other = ROW | {"name": "other", "source": "someone, Megatron-LM", "measured_mem_bytes": 6e10}
+    found = scored(tmp_path / "rows.json", [ROW, other], capsys)
     step, unknown, peak = found["rows"]
     assert step["predicted"] == own.predicted and step["software"] == "megatron" and step["error"] == own.error
     assert unknown["predicted"] != own.predicted and peak["of"] == "peak" and found["asked"] == []
@@ -159,10 +159,10 @@ def test_a_users_rows_are_scored_without_their_source(tmp_path: Path, capsys: py
     assert "step, dense bf16" in capsys.readouterr().out
 
 
-def test_what_a_row_leaves_out_is_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lean = {name: value for name, value in GIVEN.items() if name not in ("tied", "dp")}
-    bad = {name: value for name, value in GIVEN.items() if name not in ("layers", "measured_s")} | {"name": "bad"}
-    asks = scored(tmp_path / "rows.json", [lean, bad, GIVEN | {"name": "odd", "tp": 3}, GIVEN | {"parameters": 2e10}], capsys)["asked"]  # fmt: skip
+def test_missing_fields_of_a_row_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lean = {name: value for name, value in ROW.items() if name not in ("tied", "dp")}
+    bad = {name: value for name, value in ROW.items() if name not in ("layers", "measured_s")} | {"name": "bad"}
+    asks = scored(tmp_path / "rows.json", [lean, bad, ROW | {"name": "odd", "tp": 3}, ROW | {"parameters": 2e10}], capsys)["asked"]  # fmt: skip
     assert asks[0] == "bad: leaves out layers, measured_s or measured_mem_bytes: needed; not scored"
     assert asks[1] == "odd: tp3 x pp1 x cp2 x dp4 are not its 8 GPUs; not scored"
     assert asks[2] == "8B on 8: leaves out tied (taken: False)"
@@ -177,12 +177,12 @@ def test_what_a_row_leaves_out_is_asked_for_by_name(tmp_path: Path, capsys: pyte
         ("{", "is no JSON file"),
         ("[]", "is not a list of rows"),
         (json.dumps([{"name": "x"}]), "x: leaves out gpu, gpus, layers"),
-        (json.dumps([GIVEN | {"gpu": "h1000"}]), "did you mean 'h100'"),
-        (json.dumps([GIVEN | {"recompute": "some"}]), "Invalid enum value 'some'"),
-        (json.dumps([GIVEN | {"layers": "many"}]), "Expected `int`, got `str`"),
+        (json.dumps([ROW | {"gpu": "h1000"}]), "did you mean 'h100'"),
+        (json.dumps([ROW | {"recompute": "some"}]), "Invalid enum value 'some'"),
+        (json.dumps([ROW | {"layers": "many"}]), "Expected `int`, got `str`"),
     ],
 )
-def test_a_file_without_a_row_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_an_invalid_file_of_rows_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:
@@ -190,17 +190,17 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, content: str, words: st
     assert any(words in fault for fault in caught.value.faults), caught.value.faults
 
 
-def test_a_mixture_has_the_widths_of_the_model_that_it_is(tmp_path: Path) -> None:
-    """A row says how wide DeepSeek-V3 is and not its latent attention; four of its layers are known by their widths."""
+def test_mixtures_are_recognized_by_their_widths(tmp_path: Path) -> None:
+    """A row has DeepSeek-V3's widths but not its latent attention; these identify the model, even with 4 layers."""
     shape, parameters, _ = named("deepseek-v3")
-    row = GIVEN | {name: getattr(shape, name) for name in ("width", "heads", "kv_heads", "mlp_width", "experts", "experts_a_token", "vocabulary")}  # fmt: skip
+    row = ROW | {name: getattr(shape, name) for name in ("width", "heads", "kv_heads", "mlp_width", "experts", "experts_a_token", "vocabulary")}  # fmt: skip
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([row | {"layers": 61, "moe_layers": 58, "parameters": parameters}, row | {"layers": 4, "moe_layers": 1, "parameters": 14e9}]))  # fmt: skip
     (whole, part), asks = read_rows(path)
     assert whole.shape == shape and part.shape == replace(shape, layers=4, moe_layers=1) and asks == []
 
 
-def test_groups_hold_every_row_once() -> None:
+def test_groups_contain_every_row_once() -> None:
     found = groups(known_errors())
     by_kind = [each for name, rows in found.items() if name.startswith(("step, dense", "step, experts")) for each in rows]  # fmt: skip
     assert len(by_kind) == len(steps()) == len(found["step"])
