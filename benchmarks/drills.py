@@ -57,7 +57,7 @@ class Cell(NamedTuple):
     """What became of one drill, and why where it did not hold."""
 
     word: str
-    told: str
+    detail: str
 
 
 def drilled(mode: str, kind: str) -> Cell:
@@ -82,8 +82,8 @@ def drilled(mode: str, kind: str) -> Cell:
         drills = json.loads(path.read_text())["drills"]
     if drills and all(drill["held"] for drill in drills):
         return Cell(PASSED, drills[0]["did"])
-    told = "; ".join(f"{drill['event']}: {drill['did']}, expected: {drill['should']}" for drill in drills)
-    return Cell(FAILED, told or (done.stdout + done.stderr)[-300:])
+    detail = "; ".join(f"{drill['event']}: {drill['did']}, expected: {drill['should']}" for drill in drills)
+    return Cell(FAILED, detail or (done.stdout + done.stderr)[-300:])
 
 
 def main(words: Sequence[str]) -> int:
@@ -97,20 +97,20 @@ def main(words: Sequence[str]) -> int:
         each for each in given.kinds if each not in FAULTS
     ]:
         parser.error(f"{', '.join(wrong)}: allowed are {', '.join(MODES)}, and of kinds {', '.join(FAULTS)}")
-    asked = [(mode, kind) for mode in given.modes for kind in given.kinds]
+    requested = [(mode, kind) for mode in given.modes for kind in given.kinds]
 
-    def told(each: tuple[str, str]) -> Cell:
+    def run_and_print(each: tuple[str, str]) -> Cell:
         cell = drilled(*each)
-        print(f"{' '.join(each)}: {cell.word}: {cell.told}", file=sys.stderr, flush=True)
+        print(f"{' '.join(each)}: {cell.word}: {cell.detail}", file=sys.stderr, flush=True)
         return cell
 
     with ThreadPoolExecutor(given.at_once) as pool:
-        cells = dict(zip(asked, pool.map(told, asked), strict=True))
+        cells = dict(zip(requested, pool.map(run_and_print, requested), strict=True))
     rows = [[mode, *(cells[mode, kind].word for kind in given.kinds)] for mode in given.modes]
     print(table(["", *given.kinds], rows))
     for (mode, kind), cell in cells.items():
         if cell.word != PASSED:
-            print(f"{mode}, {kind}: {cell.told}")
+            print(f"{mode}, {kind}: {cell.detail}")
     return int(any(cell.word == FAILED for cell in cells.values()))
 
 

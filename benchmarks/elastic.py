@@ -218,7 +218,7 @@ def main(words: list[str]) -> int:
         times = ", ".join(f"{blow.kind} {seconds:.2f} s" for blow, seconds in outcomes[-1].recovered)
         fault = outcomes[-1].fault or "pass"
         print(f"run {len(outcomes)} ({kind}, {time.monotonic() - began:.0f} s): {fault}: {times}", file=sys.stderr)
-    return told(outcomes)
+    return print_outcomes(outcomes)
 
 
 def num_killed(outcomes: list[Outcome]) -> int:
@@ -227,7 +227,7 @@ def num_killed(outcomes: list[Outcome]) -> int:
     return sum(kills) + sum(not each.recovered for each in outcomes)
 
 
-def told(outcomes: list[Outcome]) -> int:
+def print_outcomes(outcomes: list[Outcome]) -> int:
     """Print the table; 1 where a run did not pass or a step came late."""
     after: dict[str, list[float]] = {kind: [] for kind in BOUNDS_S}
     for blow, seconds in [each for outcome in outcomes for each in outcome.recovered]:

@@ -45,11 +45,11 @@ RUN_TIMEOUT_S = 120.0
 BUSY_LOOP = [sys.executable, "-S", "-c", "while True: pass"]
 
 
-def rank_of_run(config: Config, folder: Path, told: Connection) -> None:
+def rank_of_run(config: Config, folder: Path, results: Connection) -> None:
     """One rank, from the rendezvous to its end; tells (what, when) as it goes."""
 
     def tell(what: str, value: Any = None) -> None:
-        told.send((what, value, time.monotonic()))
+        results.send((what, value, time.monotonic()))
 
     def on_verdict(verdict: Verdict, succession: Succession) -> None:
         tell("verdict", [lost.rank for lost in verdict.lost])
@@ -94,7 +94,7 @@ def run_in(folder: Path, number: int, by: str) -> dict[str, Any]:
     draw = random.Random(number)
     victim, kill_at = draw.randrange(WORLD_SIZE), draw.randrange(2, STEPS - 5)
     port, context = free_port(), multiprocessing.get_context("fork")
-    ears, processes = [], []
+    pipes, processes = [], []
     for rank in range(WORLD_SIZE):
         config = Config.read(
             {
@@ -102,25 +102,25 @@ def run_in(folder: Path, number: int, by: str) -> dict[str, Any]:
                 "LAB_RUN_ID": "loaded",
             }
         )  # fmt: skip
-        ear, told = context.Pipe(duplex=False)
-        arguments = (config, folder, told)
+        received, results = context.Pipe(duplex=False)
+        arguments = (config, folder, results)
         processes.append(context.Process(target=rank_of_run, args=arguments, daemon=True))
         processes[-1].start()
-        told.close()
-        ears.append(ear)
+        results.close()
+        pipes.append(received)
     killed_at: float | None = None
     named: dict[int, tuple[list[int], float]] = {}
     gaps_s: list[float] = []
-    open_ears, deadline = set(ears), time.monotonic() + RUN_TIMEOUT_S
-    while open_ears and time.monotonic() < deadline:
-        ready = wait(list(open_ears), timeout=1.0)
-        for rank, ear in enumerate(ears):
-            if ear not in ready:
+    open_pipes, deadline = set(pipes), time.monotonic() + RUN_TIMEOUT_S
+    while open_pipes and time.monotonic() < deadline:
+        ready = wait(list(open_pipes), timeout=1.0)
+        for rank, received in enumerate(pipes):
+            if received not in ready:
                 continue
             try:
-                what, value, at = ear.recv()
+                what, value, at = received.recv()
             except EOFError:
-                open_ears.discard(ear)
+                open_pipes.discard(received)
                 continue
             if what == "verdict":
                 named[rank] = value, at
@@ -153,8 +153,8 @@ def is_right(run: dict[str, Any]) -> bool:
         return run["codes"] == [0] * WORLD_SIZE and not run["named"]
     others = [code for rank, code in enumerate(run["codes"]) if rank != victim]
     named = [lost for rank, lost in run["named"].items() if rank != victim]  # one that wakes learns it as well
-    told = len(named) == WORLD_SIZE - 1 and all(lost == [victim] for lost in named)
-    return told and others == [3] * (WORLD_SIZE - 1) and run["run"] == "lost"
+    all_named = len(named) == WORLD_SIZE - 1 and all(lost == [victim] for lost in named)
+    return all_named and others == [3] * (WORLD_SIZE - 1) and run["run"] == "lost"
 
 
 def main(words: list[str]) -> int:

@@ -28,7 +28,7 @@ from benchmarks.gpu.parts import ON_CARD, Ended, Part, Row, ended
 NEEDED = ("torch", "numpy", "pydantic", "pydantic_settings", "msgspec", "jinja2", "pygal")
 AT_ONCE, SLOWER = (5, 1) if ON_CARD else (1, 8)  # parts at once, and how much longer they may take
 STEP_WITHIN = 0.10
-WORDS = {None: "told", True: "held", False: "NOT "}
+WORDS = {None: "info", True: "held", False: "NOT "}
 
 
 def missing() -> str:
@@ -79,7 +79,7 @@ def markdown(about: dict[str, Any], measured: dict[str, Any], rows: list[tuple[s
         yield from steps_table(measured["steps"])
     yield "| part | s | held | |\n|---|---|---|---|"
     for _, seconds, row in rows:
-        held = "told" if row.held is None else "yes" if row.held else "**no**"
+        held = "info" if row.held is None else "yes" if row.held else "**no**"
         yield f"| {row.what} | {seconds:.0f} | {held} | {row.told.replace('|', '/')} |"
 
 
@@ -152,11 +152,13 @@ def run(part: Part, report: Report, until: float, scratch: Path) -> None:
 
 def main(words: list[str]) -> int:
     """Run all parts; returns the exit code."""
-    asked = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    asked.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json, gpu.md and gpu.log go")
-    asked.add_argument("--limit", type=float, default=420.0 * SLOWER, help="seconds in all")
-    asked.add_argument("--only", default="", help="parts whose names have one of these words, with commas between them")
-    given = asked.parse_args(words)
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json, gpu.md and gpu.log go")
+    parser.add_argument("--limit", type=float, default=420.0 * SLOWER, help="seconds in all")
+    parser.add_argument(
+        "--only", default="", help="parts whose names have one of these words, separated by commas"
+    )
+    options = parser.parse_args(words)
     if reason := missing():
         print(f"refused    {reason}")
         return 2
@@ -165,8 +167,8 @@ def main(words: list[str]) -> int:
     name = torch.cuda.get_device_name() if ON_CARD else "no card (LAB_DEVICE=cpu)"
     command = " ".join(["python3 -m benchmarks.gpu", *words])
     about = {"card": name, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "command": command}
-    report, until = Report(given.out, {"device": about["card"]} | about), time.monotonic() + given.limit
-    chosen = [part for part in all_parts(report) if any(word in part.name for word in given.only.split(","))]
+    report, until = Report(options.out, {"device": about["card"]} | about), time.monotonic() + options.limit
+    chosen = [part for part in all_parts(report) if any(word in part.name for word in options.only.split(","))]
     with tempfile.TemporaryDirectory(prefix="distlab-gpu-") as scratch:
         for part in chosen:
             if part.alone:
@@ -174,8 +176,8 @@ def main(words: list[str]) -> int:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda part: run(part, report, until, Path(scratch)), [p for p in chosen if not p.alone]))
     wrong = [row.what for _, _, row in report.rows if row.held is False]
-    held = f"{len(report.rows) - len(wrong)} of {len(report.rows)} held or told"
-    print(f"{held}; written: {given.out}/gpu.json, gpu.md, gpu.log")
+    held = f"{len(report.rows) - len(wrong)} of {len(report.rows)} held or informational"
+    print(f"{held}; written: {options.out}/gpu.json, gpu.md, gpu.log")
     return int(bool(wrong))
 
 

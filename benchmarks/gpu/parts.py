@@ -28,7 +28,7 @@ WITHIN = 0.05  # of a formula's peak the allocator's
 
 
 class Row(NamedTuple):
-    """What a part found; `held` is None where it is only told."""
+    """What a part found; `held` is None if it is informational."""
 
     what: str
     held: bool | None
