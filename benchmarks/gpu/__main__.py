@@ -155,9 +155,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where gpu.json, gpu.md and gpu.log go")
     parser.add_argument("--limit", type=float, default=420.0 * SLOWER, help="seconds in all")
-    parser.add_argument(
-        "--only", default="", help="parts whose names have one of these words, separated by commas"
-    )
+    parser.add_argument("--only", default="", help="parts whose names have one of these words, separated by commas")
     options = parser.parse_args(words)
     if reason := missing():
         print(f"refused    {reason}")
